@@ -15,7 +15,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from moeblaze_ref.backends.raw_cuda import gemm
@@ -230,18 +230,14 @@ def account(
         If a count is not an integer.
     """
     checks.check_name("system", system, SYSTEMS)
-    _check_policy(system, policy)
-    case = _Case(config, policy, assumptions)
-    draft = _BUILD[system](case)
-    symbols = {size.text: size.value for size in (*case.symbols, *draft.symbols)}
-    return Account(config, system, policy, assumptions, symbols, tuple(draft.tensors), draft.notes)
-
-
-def _check_policy(system, policy):
     if system == "moeblaze":
         checks.check_name("policy", policy, POLICIES)
     elif policy is not None:
         raise ValueError(f"policy is {policy!r}, but {system} has no save policies (only moeblaze has); pass None")
+    case = _Case(config, policy, assumptions)
+    draft = _BUILD[system](case)
+    symbols = {size.text: size.value for size in (*case.symbols, *draft.symbols)}
+    return Account(config, system, policy, assumptions, symbols, tuple(draft.tensors), draft.notes)
 
 
 def accounts(
@@ -284,10 +280,14 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     C = Size("C", gemm.gate_terms(version, config.h))  # tiles of columns, each leaves a share of the gates' gradients
     W = Size("W", gemm.parts_of_rows(version, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
     tensors = one.tensors if W.value == config.d else _y_in_parts(one.tensors, case.R, W)
-    dies_at = _dies_at(case)
-    forward = (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
+    forward = _dying(tensors, _dies_at(case))
     symbols = one.symbols | {size.text: size.value for size in (C, W)}
     return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W)), notes=())
+
+
+def _dying(tensors, dies_at):
+    """The forward's tensors, of which each kept one is freed at the birth of the tensor that ``dies_at`` has for it."""
+    return (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
 
 
 def _y_in_parts(tensors, R, W):
@@ -299,40 +299,17 @@ def _y_in_parts(tensors, R, W):
 
 
 def megablocks_step_account(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Account:
-    """The bytes of a whole step of `megablocks`: what `step_account` is for ``moeblaze``.
+    """The bytes of a whole step of `megablocks`: what `step_account` is for ``moeblaze``; raises as `account` does.
 
     A kept tensor is freed where `megablocks.backward` frees it.
-
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer and the step.
-    assumptions : Assumptions
-        Routing and block size.
-
-    Returns
-    -------
-    Account
-        As of `step_account`.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `account`.
     """
     one, case = account(config, "megablocks", assumptions=assumptions), _Case(config, None, assumptions)
     T, W, S = (Size(name, one.symbols[name]) for name in "TWS")
     last = "d_b" if case.gated else "d_a"  # to be born of a, b and d_y_swi
-    dies_at = {
-        "y": "d_gates",
-        "gates": "d_y",
-        "y_swi": "d_w3",
-        **dict.fromkeys(("a", "b"), last),
-        "routed_x": "d_w2" if case.gated else "d_w1",
-    }
-    forward = (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in one.tensors)
+    dies_at = {"y": "d_gates", "gates": "d_y", "y_swi": "d_w3", "a": last, "b": last}
+    dies_at["routed_x"] = "d_w2" if case.gated else "d_w1"
     backward = _megablocks_backward(case, (T * S, case.d), (T * W, S, S), last)
-    return replace(one, tensors=(*forward, *backward), notes=())
+    return replace(one, tensors=(*_dying(one.tensors, dies_at), *backward), notes=())
 
 
 def ratio(one: Account, conventional: Account) -> float:
@@ -495,6 +472,16 @@ def _intermediates(s: _Case, dims, a_until="out"):
     yield Tensor("y_swi", dims, s.dtype)
 
 
+def _products(s, hidden, rows, y_swi_until=None, y_until=None):
+    """The results of the experts' products where no other is kept, and the layer's output."""
+    yield Tensor("a", hidden, s.dtype)
+    if s.gated:
+        yield Tensor("b", hidden, s.dtype)
+    yield Tensor("y_swi", hidden, s.dtype, until=y_swi_until)
+    yield Tensor("y", (rows, s.d), s.dtype, until=y_until)
+    yield _out(s)
+
+
 def _out(s):
     """The layer's output; whether it is kept is the next layer's business."""
     return Tensor("out", (s.L, s.d), s.dtype, until="out")
@@ -510,23 +497,17 @@ def _routed_input(s, probs_until=None):
     ]
 
 
-def _capacity(s: _Case) -> _Draft:
-    """The capacity of the assumed factor."""
-    return _padded_to(s, "capacity", s.assumptions.capacity_factor)
-
-
-def _dynamic_capacity(s: _Case) -> _Draft:
-    """The capacity of the fullest expert, Tutel's (MegaBlocks, section 3); what `DynamicCapacityMoE` keeps."""
-    return _padded_to(s, "dynamic_capacity", MAX)
-
-
-def _padded_to(s: _Case, system: str, factor: float | str) -> _Draft:
+def _capacity(s: _Case, system: str = "capacity") -> _Draft:
     """Fixed expert capacity: padded buffers (E, C, ...), rows over C dropped; what `CapacityMoE` keeps, to the byte.
+
+    C is that of the assumed factor, or in dynamic_capacity that of the fullest expert, as Tutel has it (MegaBlocks,
+    section 3): what `DynamicCapacityMoE` keeps.
 
     From the papers: C and the padded dispatch buffer (GShard, Switch; MegaBlocks section 2), a row number per slot (as
     in Tutel) rather than GShard's one-hot (L, E, C) masks, which would cost more. Of torch: the intermediates that
     autograd keeps, masks of what is padding and what was dropped, and the outputs by slot, y, in place of `y_rows`.
     """
+    factor = MAX if system == "dynamic_capacity" else s.assumptions.capacity_factor
     C = Size("C", capacity_for(s.counts, factor))
     dropped, padded = dropped_and_padded(s.counts, C.value)
     tensors = [
@@ -603,15 +584,10 @@ def _megablocks_memory_optimized(s: _Case) -> _Draft:
     Our reading: the routing and the topology, as in `_megablocks_published`. The width is whole blocks.
     """
     T, W, S = _blocks(s)
-    hidden = (T * W, S, S)
     tensors = [
         *_published_routing(s, T, W),
         Tensor("routed_x", (T * S, s.d), s.dtype),
-        Tensor("a", hidden, s.dtype),
-        *([Tensor("b", hidden, s.dtype)] if s.gated else []),
-        Tensor("y_swi", hidden, s.dtype, until="y"),
-        Tensor("y", (T * S, s.d), s.dtype),
-        _out(s),
+        *_products(s, (T * W, S, S), T * S, y_swi_until="y"),
     ]
     return _Draft(tensors, (T, W, S), (_blocks_note("megablocks_memory_optimized", s, T, W, S),))
 
@@ -639,7 +615,6 @@ def _megablocks(s: _Case) -> _Draft:
     autograd does without that of relu: of relu ours keeps more.
     """
     T, W, S = _blocks(s)
-    hidden = (T * W, S, S)
     tensors = [
         *_routed_input(s, probs_until="gates"),
         *_lives(_dispatch(s), ("expert_token_offsets", "expert_token_indices", "token_index_map"), until="out"),
@@ -648,11 +623,7 @@ def _megablocks(s: _Case) -> _Draft:
         Tensor("rows", (s.R,), "int32"),
         *_topology(s.E, T, W),
         Tensor("routed_x", (T * S, s.d), s.dtype),
-        Tensor("a", hidden, s.dtype),
-        *([Tensor("b", hidden, s.dtype)] if s.gated else []),
-        Tensor("y_swi", hidden, s.dtype),
-        Tensor("y", (T * S, s.d), s.dtype),
-        _out(s),
+        *_products(s, (T * W, S, S), T * S),
     ]
     return _Draft(tensors, (T, W, S), (_blocks_note("megablocks", s, T, W, S),))
 
@@ -675,16 +646,8 @@ def _sonicmoe(s: _Case) -> _Draft:
     an ungated activation H is A alone; the metadata are the gates in float32 and index structures as large as ours;
     the probabilities are computed again; y is stored once, before it is summed per token.
     """
-    hidden = (s.R, s.h)
-    tensors = [
-        *_routed_input(s, probs_until="gates"),
-        *_dispatch(s),
-        Tensor("a", hidden, s.dtype),
-        *([Tensor("b", hidden, s.dtype)] if s.gated else []),
-        Tensor("y_swi", hidden, s.dtype, until="y"),
-        Tensor("y", (s.R, s.d), s.dtype, until="out"),
-        _out(s),
-    ]
+    products = _products(s, (s.R, s.h), s.R, y_swi_until="y", y_until="out")
+    tensors = [*_routed_input(s, probs_until="gates"), *_dispatch(s), *products]
     note = "sonicmoe: X and (A, B) are the paper's; that its metadata are as large as ours is our reading"
     return _Draft(tensors, notes=(note,))
 
@@ -737,7 +700,7 @@ _BUILD = {
     "conventional": _conventional,
     "sequential": _sequential,
     "capacity": _capacity,
-    "dynamic_capacity": _dynamic_capacity,
+    "dynamic_capacity": partial(_capacity, system="dynamic_capacity"),
     "megablocks_published": _megablocks_published,
     "megablocks_memory_optimized": _megablocks_memory_optimized,
     "megablocks": _megablocks,
@@ -756,17 +719,13 @@ def _dies_at(s):
     a and b become d_a and d_b where they are, and so does y_swi where it is kept in place of a. routed_x, act_a and y
     are kept by a policy and never read.
     """
-    return {
-        "a": "d_w1",
-        "b": "d_w2",
-        "y_swi": "gate_terms" if "a" in s.saved else "d_w1",
-        **dict.fromkeys(("routed_x", "act_a", "y"), "d_out"),
-    }
+    y_swi_until = "gate_terms" if "a" in s.saved else "d_w1"
+    return {"a": "d_w1", "b": "d_w2", "y_swi": y_swi_until} | dict.fromkeys(("routed_x", "act_a", "y"), "d_out")
 
 
 def _backward(s, C, W):
     """Tensors of the backward in the order of their allocation; a name with a prime is a recomputed tensor."""
-    hidden, weights = (s.R, s.h), (s.E, s.d, s.h)
+    hidden = (s.R, s.h)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
     if not s.saved:
         yield Tensor("a'", hidden, s.dtype, until="d_w1")
@@ -779,15 +738,11 @@ def _backward(s, C, W):
     yield Tensor("d_w3", (s.E, s.h, s.d), s.dtype)
     yield Tensor("d_x", (s.L, s.d), s.dtype)
     yield Tensor("d_x_rows", (s.R, W), s.dtype, until="d_x_rows")
-    yield Tensor("d_w1", weights, s.dtype)
-    if s.gated:
-        yield Tensor("d_w2", weights, s.dtype)
-    yield from _router_backward(s)
+    yield from _weights_and_router_backward(s)
 
 
 def _megablocks_backward(s, rows, hidden, last):
     """The same of `megablocks.backward`; rows and hidden are the shapes of what is as large as y and as y_swi."""
-    weights = (s.E, s.d, s.h)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
     yield Tensor("d_gates", (s.L, s.k), s.wide, until="d_logits")
     yield Tensor("d_y", rows, s.dtype, until="d_y_swi")
@@ -800,14 +755,14 @@ def _megablocks_backward(s, rows, hidden, last):
     if s.gated:
         yield Tensor("d_x_rows_b", rows, s.dtype, until="d_x_rows_b")
     yield Tensor("d_x", (s.L, s.d), s.dtype)
-    yield Tensor("d_w1", weights, s.dtype)
+    yield from _weights_and_router_backward(s)
+
+
+def _weights_and_router_backward(s):
+    """The end of the backward, the same in every system."""
+    yield Tensor("d_w1", (s.E, s.d, s.h), s.dtype)
     if s.gated:
-        yield Tensor("d_w2", weights, s.dtype)
-    yield from _router_backward(s)
-
-
-def _router_backward(s):
-    """Tensors of the router's backward, the same in every system."""
+        yield Tensor("d_w2", (s.E, s.d, s.h), s.dtype)
     yield Tensor("logits'", (s.L, s.E), s.wide, until="d_logits")
     yield Tensor("probs'", (s.L, s.E), s.wide, until="d_logits")
     yield Tensor("d_logits", (s.L, s.E), s.wide, until="d_wg")

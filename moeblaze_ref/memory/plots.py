@@ -188,7 +188,10 @@ def bytes_against_tokens(config: MoEConfig, assumptions: Assumptions = Assumptio
     uniform = replace(assumptions, counts=None)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
-    fitting = {variant: _fitting(config, variant, uniform) for variant in VARIANTS}
+    fitting = {  # the largest L of a system and policy in each GPU
+        variant: [largest_tokens(config, *variant, capacity, uniform) for capacity in GPU_CAPACITIES.values()]
+        for variant in VARIANTS
+    }
     tokens = _token_range(config, [limit for limits in fitting.values() for limit in limits])
     ends = {}
     for variant, limits in fitting.items():
@@ -205,11 +208,6 @@ def bytes_against_tokens(config: MoEConfig, assumptions: Assumptions = Assumptio
     _mark_tokens(axes, config.L)
     axes.set_title(_layer(config), loc="left", fontsize="medium")
     return figure
-
-
-def _fitting(config: MoEConfig, variant: tuple[str, str | None], assumptions: Assumptions) -> list[int]:
-    """The largest L of a system and policy in each GPU."""
-    return [largest_tokens(config, *variant, capacity, assumptions) for capacity in GPU_CAPACITIES.values()]
 
 
 def _token_range(config, limits):

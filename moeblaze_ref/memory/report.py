@@ -159,9 +159,8 @@ def measured_table(measurements: Sequence[Measured]) -> Table:
         table.add_column(name, justify="right", overflow="fold")
     for one in measurements:
         formula = one.account.kept_bytes
-        found = (
-            (one.remark, "-") if one.kept_bytes is None else (f"{one.kept_bytes:,}", f"{one.kept_bytes - formula:+,}")
-        )
+        kept = one.kept_bytes
+        found = (one.remark, "-") if kept is None else (f"{kept:,}", f"{kept - formula:+,}")
         table.add_row(one.account.label, f"{formula:,}", *found)
     return table
 

@@ -22,7 +22,11 @@ from moeblaze_ref.backends.numpy_ref import block_sparse as reference_sparse
 from moeblaze_ref.backends.registry import BACKENDS, CHECKED, ORACLE, STAGES, Backend, OpenStage
 from moeblaze_ref.core import checks
 from moeblaze_ref.verify import comparisons, orders
-from moeblaze_ref.verify.cases import Case, option_cases, standard_cases
+from moeblaze_ref.verify.cases import (
+    Case,
+    option_cases,
+    standard_cases,
+)
 
 # What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
 SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
