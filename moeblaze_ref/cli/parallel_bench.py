@@ -22,7 +22,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref.cli.app import Force, file, stdout, user_errors
+from moeblaze_ref.cli.shared import Force, file, stdout, user_errors
 from moeblaze_ref.core import checks, provenance, source_hashes, traces
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.parallel import findings, measure

@@ -302,4 +302,6 @@ def test_a_wrong_result_fails_the_benchmark(pretended_gpu, monkeypatch):
 def test_gradients_are_checked_alone():
     assert "leave --stage out" in moeblaze("check", "--gradients", "--stage", "layer").output
     assert "leave one of them out" in moeblaze("check", "--gradients", "--kernel", "mine.cu").output
+    for other in (("--gradients",), ("--kernel", "mine.cu", "--stage", "combine")):
+        assert "leave --gradients and --kernel out" in moeblaze("check", "--large", *other).output
     assert "unknown backend of the torch layer 'numba'" in moeblaze("check", "--gradients", "--backend", "numba").output
