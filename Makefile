@@ -74,7 +74,7 @@ test: machine-for-tests $(STAMP) ## Run every test that can run on this machine
 # Those that need neither g++ nor CUDA's headers nor numba-cuda, which are for Linux alone.
 PORTABLE := core/test_config.py core/test_kernel_headers.py core/test_records.py core/test_source_hashes.py placement \
             backends/test_activation.py backends/test_combine.py backends/test_gating.py \
-            backends/test_numpy_dispatch.py systems/test_layer.py test_readme.py test_style.py
+            backends/test_dispatch.py systems/test_layer.py test_readme.py test_style.py
 test-portable: $(STAMP) ## Run the tests that need nothing of Linux
 	$(BIN)/python -m pytest $(addprefix tests/,$(PORTABLE))
 

@@ -9,17 +9,30 @@ from helpers import assert_invariants, assert_same_dispatch, routings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planted import Planted, Quick
+from simulator import counted_launch, rerun, stated_launch
 
-from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort, build_part
+from moeblaze_ref.backends.numba_cuda import dispatch as numba_dispatch
+from moeblaze_ref.backends.numba_cuda import runtime
+from moeblaze_ref.backends.numba_cuda.runtime import THREADS as NUMBA_THREADS
+from moeblaze_ref.backends.numba_cuda.runtime import cuda
+from moeblaze_ref.backends.numpy_ref import dispatch as reference
+from moeblaze_ref.backends.numpy_ref.dispatch import TILE, build_by_sort, build_part
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.backends.raw_cuda.dispatch import THREADS, VERSIONS
 from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.checks import MAX_EXPERTS
 from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.runtime import ceil_div
 from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import MAX_SHARED_BYTES
-from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
+from moeblaze_ref.verify.cases import (
+    GOLDEN_DISPATCH,
+    GOLDEN_NUM_EXPERTS,
+    ROUTINGS,
+    random_topk,
+)
+from moeblaze_ref.verify.cases import GOLDEN_TOPK_EXPERTS as GOLDEN_TOPK
 from moeblaze_ref.verify.check import differing_elements
 
 HERE = [("numpy", None), ("numba", None), *(("simt", version) for version in VERSIONS)]  # what needs no GPU
@@ -35,7 +48,7 @@ def build(backend, version, topk_experts, num_experts):
 
 @every_backend
 def test_the_papers_example(backend, version):
-    found = build(backend, version, GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
+    found = build(backend, version, GOLDEN_TOPK, GOLDEN_NUM_EXPERTS)
     assert differing_elements(found, GOLDEN_DISPATCH) == 0
 
 
@@ -43,7 +56,7 @@ def test_the_default_is_the_last_version():
     assert raw_dispatch.DEFAULT_VERSION == list(VERSIONS)[-1] == "3_single_pass"
     executor = SimtExecutor()
     with executor.recording() as launches:
-        raw_dispatch.build(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS, executor=executor)
+        raw_dispatch.build(GOLDEN_TOPK, GOLDEN_NUM_EXPERTS, executor=executor)
     assert [launch.kernel for launch in launches] == ["count_tiles", "scan_tiles", "route_tiles"]
 
 
@@ -389,16 +402,16 @@ def test_bad_choices_are_refused(backend, version, topk_experts, num_experts, er
 @every_backend
 def test_bad_arrays_are_refused(backend, version):
     with pytest.raises(TypeError, match="topk_experts has dtype int64, but it must be int32"):
-        build(backend, version, GOLDEN_TOPK_EXPERTS.astype(np.int64), 4)
+        build(backend, version, GOLDEN_TOPK.astype(np.int64), 4)
     with pytest.raises(ValueError, match="topk_experts is not C-contiguous"):
-        build(backend, version, np.asfortranarray(GOLDEN_TOPK_EXPERTS), 4)
+        build(backend, version, np.asfortranarray(GOLDEN_TOPK), 4)
     with pytest.raises(TypeError, match="topk_experts is a list"):
         BACKENDS[backend].stage("dispatch").build([[0, 1]], 4)
 
 
 @every_backend
 def test_read_only_choices_are_fine(backend, version):
-    fixed = GOLDEN_TOPK_EXPERTS.copy()
+    fixed = GOLDEN_TOPK.copy()
     fixed.flags.writeable = False
     assert differing_elements(build(backend, version, fixed, 4), GOLDEN_DISPATCH) == 0
 
@@ -413,7 +426,7 @@ def test_the_kernels_limits_are_named(backend, version):
 
 def test_an_unknown_version_is_refused():
     with pytest.raises(ValueError, match="unknown version of dispatch '2_bitmaps'. Did you mean '2_bitmap'"):
-        raw_dispatch.build(GOLDEN_TOPK_EXPERTS, 4, version="2_bitmaps")
+        raw_dispatch.build(GOLDEN_TOPK, 4, version="2_bitmaps")
 
 
 def test_too_many_rows_are_refused_before_anything_is_allocated():
@@ -470,3 +483,504 @@ def test_a_part_that_is_all_is_the_whole():
 def test_wrong_parts_are_refused(stage, topk_experts, num_routed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         stage(np.array(topk_experts, np.int32), 3, num_routed)
+
+
+# ---- the specification ---------------------------------------------------------------------
+
+GOLDEN = {name: array.tolist() for name, array in GOLDEN_DISPATCH.arrays().items()}
+BUILDERS = [reference.build, reference.build_by_sort]
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_golden_example(build):
+    dispatch = build(GOLDEN_TOPK, 4)
+    assert {name: array.tolist() for name, array in dispatch.arrays().items()} == GOLDEN
+    assert (dispatch.L, dispatch.E, dispatch.k, dispatch.R) == (5, 4, 2, 10)
+
+
+def test_golden_example_step_by_step():
+    routed = reference.dense_map(GOLDEN_TOPK, 4)
+    assert routed.dtype == np.int32
+    assert routed.tolist() == [[-1, -1, 0, 0], [1, 1, -1, -1], [2, -1, -1, 2], [-1, 3, 3, -1], [4, -1, -1, 4]]
+    lengths = reference.expert_lengths(routed)
+    assert lengths.dtype == np.int32 and lengths.tolist() == [3, 2, 2, 3]
+    offsets = reference.expert_offsets(lengths)
+    assert offsets.dtype == np.int32 and offsets.tolist() == GOLDEN["expert_token_offsets"]
+    assert reference.exclusive_scan(routed[:, 0] != reference.EMPTY).tolist() == [0, 0, 1, 2, 2]
+    expert_token_indices, token_index_map = reference.route_indices(routed, offsets, GOLDEN_TOPK)
+    assert expert_token_indices.tolist() == GOLDEN["expert_token_indices"]
+    assert token_index_map.tolist() == GOLDEN["token_index_map"]
+
+
+def test_golden_example_as_printed():
+    routed, offsets = reference.dense_map(GOLDEN_TOPK, 4), GOLDEN_DISPATCH.expert_token_offsets
+    locations = reference.location_map(routed, offsets)
+    assert locations.dtype == np.int32
+    assert locations.tolist() == [[0, 3, 5, 7], [0, 3, 6, 8], [1, 4, 6, 8], [2, 4, 6, 9], [2, 5, 7, 9]]
+    expert_token_indices, token_index_map = reference.write_indices(routed, locations, GOLDEN_TOPK)
+    assert expert_token_indices.dtype == token_index_map.dtype == np.int32
+    assert expert_token_indices.tolist() == GOLDEN["expert_token_indices"]
+    assert token_index_map.tolist() == GOLDEN["token_index_map"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(routings())
+def test_both_phases_as_printed_equal_the_third_step(routing):
+    routed, topk_experts = reference.dense_map(*routing), routing[0]
+    offsets = reference.expert_offsets(reference.expert_lengths(routed))
+    found = reference.write_indices(routed, reference.location_map(routed, offsets), topk_experts)
+    for array, expected in zip(found, reference.route_indices(routed, offsets, topk_experts), strict=True):
+        np.testing.assert_array_equal(array, expected, strict=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(routings())
+def test_three_steps_equal_the_sort(routing):
+    assert_same_dispatch(reference.build(*routing), reference.build_by_sort(*routing))
+
+
+@settings(deadline=None, max_examples=60)
+@given(routings())
+def test_expert_groups_are_ascending_and_complete(routing):
+    topk_experts, num_experts = routing
+    dispatch = reference.build(topk_experts, num_experts)
+    for expert, group, tokens in reference.expert_groups(dispatch):
+        assert np.array_equal(tokens, np.flatnonzero((topk_experts == expert).any(axis=1)))
+        assert group.stop - group.start == len(tokens)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("num_tokens", [TILE - 1, TILE, TILE + 1, 3 * TILE + 17])
+def test_scan_carries_over_tiles(num_tokens, routing):
+    topk_experts = random_topk(num_tokens, 6, 3, routing)
+    assert_same_dispatch(reference.build(topk_experts, 6), reference.build_by_sort(topk_experts, 6))
+
+
+@pytest.mark.parametrize("tile", [1, 2, 7])
+def test_the_tile_changes_nothing(tile, monkeypatch):
+    topk_experts = random_topk(23, 5, 2, "zipf")
+    expected = reference.build(topk_experts, 5)
+    monkeypatch.setattr(reference, "TILE", tile)
+    assert_same_dispatch(reference.build(topk_experts, 5), expected)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(0, 4, 2), (1, 1, 1), (1, 1500, 1500), (3, 1500, 40)])
+def test_edges(build, num_tokens, num_experts, k):
+    topk_experts = random_topk(num_tokens, num_experts, k)
+    dispatch = build(topk_experts, num_experts)
+    assert (dispatch.L, dispatch.E, dispatch.R) == (num_tokens, num_experts, num_tokens * k)
+    assert_same_dispatch(dispatch, reference.build_by_sort(topk_experts, num_experts))
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_the_dispatch_outlives_its_input(build):
+    topk_experts = GOLDEN_TOPK.copy()
+    dispatch = build(topk_experts, 4)
+    topk_experts[:] = 0
+    assert {name: array.tolist() for name, array in dispatch.arrays().items()} == GOLDEN
+
+
+PLANTED_FAULTS = {
+    "zeros": lambda arrays: {name: np.zeros_like(array) for name, array in arrays.items()},
+    "off-by-one offset": lambda arrays: {**arrays, "expert_token_offsets": arrays["expert_token_offsets"] + 1},
+    "dropped last row": lambda arrays: {**arrays, "token_index_map": arrays["token_index_map"][:-1]},
+    "expert order reversed": lambda arrays: {**arrays, "expert_token_indices": arrays["expert_token_indices"][::-1]},
+    "int64": lambda arrays: {name: array.astype(np.int64) for name, array in arrays.items()},
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED_FAULTS)
+def test_a_planted_fault_fails_the_comparison(fault):
+    dispatch = reference.build(GOLDEN_TOPK, 4)
+    faulty = type(dispatch)(**PLANTED_FAULTS[fault](dispatch.arrays()), k=dispatch.k)
+    with pytest.raises(AssertionError):
+        assert_same_dispatch(faulty, dispatch)
+
+
+@pytest.mark.parametrize(
+    ("topk_experts", "num_experts", "error", "message"),
+    [
+        (
+            GOLDEN_TOPK,
+            3,
+            ValueError,
+            r"topk_experts\[0, 1\] is 3, but there are only 3 experts \(valid: 0..2\)",
+        ),
+        (GOLDEN_TOPK - 1, 4, ValueError, r"topk_experts\[1, 0\] is -1"),
+        (np.array([[0, 1], [2, 2]], np.int32), 4, ValueError, r"topk_experts\[1\] names expert 2 twice"),
+        (GOLDEN_TOPK, 1, ValueError, "k is 2, but there are only 1 experts"),
+        (GOLDEN_TOPK, 0, ValueError, "num_experts is 0, but it must be >= 1"),
+        (GOLDEN_TOPK, 4.0, TypeError, "num_experts is 4.0"),
+        (GOLDEN_TOPK[:, :0], 4, ValueError, "k is 0, but it must be >= 1"),
+        (GOLDEN_TOPK[0], 4, ValueError, "must have 2 dimensions"),
+        (GOLDEN_TOPK.astype(np.int64), 4, TypeError, "topk_experts has dtype int64, but it must be int32"),
+        (GOLDEN_TOPK.tolist(), 4, TypeError, "topk_experts is a list"),
+        (GOLDEN_TOPK[:, ::-1], 4, ValueError, "topk_experts is not C-contiguous"),
+    ],
+)
+def test_bad_choices(topk_experts, num_experts, error, message):
+    for function in (reference.build, reference.build_by_sort, reference.dense_map):
+        with pytest.raises(error, match=message):
+            function(topk_experts, num_experts)
+
+
+@pytest.mark.parametrize("function", [reference.build, reference.build_by_sort, reference.dense_map])
+def test_more_rows_than_int32_counts_are_refused_unread(function, tmp_path):
+    sparse = np.memmap(tmp_path / "topk_experts", dtype=np.int32, mode="w+", shape=(2**30, 2))  # a file of holes
+    with pytest.raises(ValueError, match=r"R = L \* k = 1073741824 \* 2 = 2147483648, but int32 indices allow"):
+        function(sparse, 4)
+
+
+DENSE = reference.dense_map(GOLDEN_TOPK, 4)
+OFFSETS = np.array(GOLDEN["expert_token_offsets"], dtype=np.int32)
+LOCATIONS = reference.location_map(DENSE, OFFSETS)
+
+
+BAD_STEPS = [  # (a call of a room's dispatch module, the error, its message)
+    (lambda room: room.dense_map(GOLDEN_TOPK, 3), ValueError, r"topk_experts\[0, 1\] is 3, .* \(valid: 0..2\)"),
+    (lambda room: room.dense_map(GOLDEN_TOPK - 1, 4), ValueError, r"topk_experts\[1, 0\] is -1"),
+    (lambda room: room.dense_map(GOLDEN_TOPK[0], 4), ValueError, "topk_experts has shape"),
+    (lambda room: room.dense_map(GOLDEN_TOPK.astype(np.int64), 4), TypeError, "topk_experts has dtype int64"),
+    (lambda room: room.dense_map(GOLDEN_TOPK.tolist(), 4), TypeError, "topk_experts is a list"),
+    (lambda room: room.dense_map(GOLDEN_TOPK, 4.0), TypeError, "num_experts is 4.0"),
+    (lambda room: room.dense_map(GOLDEN_TOPK, 0), ValueError, "num_experts is 0, but it must be >= 1"),
+    (lambda room: room.dense_map(np.zeros((3, 2), np.int32), 4), ValueError, r"topk_experts\[0\] names expert 0 twice"),
+    (lambda room: room.expert_lengths(DENSE.astype(np.int64)), TypeError, "dense_map has dtype int64"),
+    (lambda room: room.expert_lengths(DENSE[0]), ValueError, "dense_map has shape"),
+    (lambda room: room.expert_offsets(np.array([3, -2], np.int32)), ValueError, r"lengths\[1\] is -2"),
+    (lambda room: room.expert_offsets(np.full(2, 2**30, np.int32)), ValueError, "sum of the lengths, is 2147483648"),
+    (lambda room: room.expert_offsets(np.ones(2)), TypeError, "lengths has dtype float64"),
+    (lambda room: room.expert_offsets(DENSE), ValueError, "must have 1 dimensions"),
+    (
+        lambda room: room.route_indices(DENSE, OFFSETS + 1, GOLDEN_TOPK),
+        ValueError,
+        r"offsets\[0\] is 1, .* must be 0",
+    ),
+    (
+        lambda room: room.route_indices(DENSE, OFFSETS // 2, GOLDEN_TOPK),
+        ValueError,
+        r"offsets\[1\] is 1, .* must be 3",
+    ),
+    (
+        lambda room: room.route_indices(DENSE + 1, OFFSETS, GOLDEN_TOPK),
+        ValueError,
+        r"dense_map\[0, 0\] is 0, .* -1",
+    ),
+    (lambda room: room.route_indices(DENSE[0], OFFSETS, GOLDEN_TOPK), ValueError, "dense_map has shape"),
+    (
+        lambda room: room.route_indices(DENSE, OFFSETS.astype(np.int64), GOLDEN_TOPK),
+        TypeError,
+        "offsets has dtype",
+    ),
+    (
+        lambda room: room.route_indices(DENSE, OFFSETS, GOLDEN_TOPK - 1),
+        ValueError,
+        r"topk_experts\[1, 0\] is -1",
+    ),
+    (lambda room: room.route_indices(DENSE[:4], OFFSETS, GOLDEN_TOPK), ValueError, r"must be \(L=4, k\)"),
+    (
+        lambda room: room.route_indices(DENSE, OFFSETS[[0, 1, 4]], GOLDEN_TOPK),
+        ValueError,
+        r"must be \(E \+ 1=5\)",
+    ),
+    (lambda room: room.location_map(DENSE[0], OFFSETS), ValueError, "dense_map has shape"),
+    (lambda room: room.location_map(DENSE, OFFSETS[:4]), ValueError, r"must be \(E \+ 1=5\)"),
+    (lambda room: room.location_map(DENSE, OFFSETS + 1), ValueError, r"offsets\[0\] is 1, .* must be 0"),
+    (lambda room: room.location_map(DENSE, OFFSETS / 1.0), TypeError, "offsets has dtype float64"),
+    (
+        lambda room: room.write_indices(DENSE + 1, LOCATIONS, GOLDEN_TOPK),
+        ValueError,
+        r"dense_map\[0, 0\] is 0, .* -1",
+    ),
+    (
+        lambda room: room.write_indices(DENSE, LOCATIONS + 1, GOLDEN_TOPK),
+        ValueError,
+        r"location_map\[0, 0\] is 1, .* 0",
+    ),
+    (lambda room: room.write_indices(DENSE, LOCATIONS[:4], GOLDEN_TOPK), ValueError, r"must be \(L=5, E=4\)"),
+    (
+        lambda room: room.write_indices(DENSE, LOCATIONS.astype(int), GOLDEN_TOPK),
+        TypeError,
+        "location_map has dtype",
+    ),
+]
+
+
+@pytest.mark.parametrize("room", ["numpy", "numba"])
+@pytest.mark.parametrize(("call", "error", "message"), BAD_STEPS)
+def test_bad_input_of_the_steps(room, call, error, message):
+    with pytest.raises(error, match=message):
+        call(BACKENDS[room].stage("dispatch"))
+
+
+def test_bad_input_of_the_scan():
+    with pytest.raises(TypeError, match="flags has dtype int32, but it must be bool"):
+        reference.exclusive_scan(DENSE[:, 0])
+
+
+# ---- Numba ---------------------------------------------------------------------------------
+
+SEVERAL_TILES = 2 * NUMBA_THREADS + 3  # no tile divides it
+
+
+def poisoned_build(topk_experts, num_experts):
+    """`build`, its outputs being poisoned before the launches."""
+    with runtime.poisoned_outputs():
+        return numba_dispatch.build(topk_experts, num_experts)
+
+
+def assert_right(topk_experts, num_experts):
+    """`build` is the specification, bit for bit."""
+    expected = reference.build_by_sort(topk_experts, num_experts)
+    assert_same_dispatch(poisoned_build(topk_experts, num_experts), expected)
+
+
+# The stage
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_experts, k",
+    [
+        (1, 1, 1),
+        (1, 5, 5),  # one token, every expert
+        (NUMBA_THREADS, 3, 2),  # one full tile
+        (NUMBA_THREADS + 1, 3, 3),  # k = E, and one token in the last tile
+        (3 * NUMBA_THREADS, 2, 1),  # full tiles only
+        (SEVERAL_TILES, 4, 2),
+        (3, SEVERAL_TILES, 2),  # several tiles of experts, most of them empty
+    ],
+)
+def test_shapes_in_numba(num_tokens, num_experts, k):
+    assert_right(random_topk(num_tokens, num_experts, k), num_experts)
+
+
+@pytest.mark.parametrize("pattern", ["zipf", "hot", "empty"])
+def test_uneven_experts(pattern):
+    assert_right(random_topk(SEVERAL_TILES, 4, 1, pattern), 4)
+
+
+def test_the_input_may_be_read_only_and_is_not_shared():
+    topk_experts = GOLDEN_TOPK.copy()
+    topk_experts.flags.writeable = False
+    result = poisoned_build(topk_experts, 4)
+    assert_same_dispatch(result, reference.build(GOLDEN_TOPK, 4))
+    assert not np.shares_memory(result.token_expert_indices, topk_experts)
+
+
+# The steps
+
+
+def steps(stage, topk_experts, num_experts):
+    """The results of the public steps, each made from those before it."""
+    dense_map = stage.dense_map(topk_experts, num_experts)
+    lengths = stage.expert_lengths(dense_map)
+    offsets = stage.expert_offsets(lengths)
+    locations = stage.location_map(dense_map, offsets)
+    as_printed = stage.write_indices(dense_map, locations, topk_experts)
+    return dense_map, lengths, offsets, *stage.route_indices(dense_map, offsets, topk_experts), locations, *as_printed
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, SEVERAL_TILES])
+def test_each_step_is_the_specifications(num_tokens):
+    topk_experts = random_topk(num_tokens, 3, 2)
+    with runtime.poisoned_outputs():
+        results = steps(numba_dispatch, topk_experts, 3)
+    for result, truth in zip(results, steps(reference, topk_experts, 3), strict=True):
+        np.testing.assert_array_equal(result, truth, strict=True)
+
+
+def test_offsets_of_the_most_experts():
+    lengths = np.random.default_rng(0).integers(0, 2**20, MAX_EXPERTS, dtype=np.int32)
+    np.testing.assert_array_equal(
+        numba_dispatch.expert_offsets(lengths), reference.expert_offsets(lengths), strict=True
+    )
+
+
+def test_build_checks_its_input_once(monkeypatch):
+    checked = []
+    for owner, name in ((checks, "check_topk_experts"), (stage_contracts, "check_route_indices")):
+        monkeypatch.setattr(owner, name, lambda *_, name=name, **__: checked.append(name))
+    numba_dispatch.build(GOLDEN_TOPK, 4)
+    assert checked == ["check_topk_experts"]
+
+
+def test_the_steps_have_the_kernels_limits():
+    with pytest.raises(ValueError, match="num_experts is 2000, but it must be 1..1024"):
+        numba_dispatch.dense_map(GOLDEN_TOPK, 2000)
+
+
+# Planted faults: each of these kernels, in the place of the right one, must make the comparison fail
+
+
+@cuda.jit
+def maps_to_the_next_expert(topk_experts, dense_map):
+    first = cuda.blockIdx.x * NUMBA_THREADS
+    token = first + cuda.threadIdx.x
+    if token < topk_experts.shape[0]:
+        for expert in range(dense_map.shape[1]):
+            dense_map[token, expert] = EMPTY
+        for j in range(topk_experts.shape[1]):
+            dense_map[token, (topk_experts[token, j] + 1) % dense_map.shape[1]] = token
+
+
+@cuda.jit
+def counts_the_first_tile_only(dense_map, lengths):
+    if cuda.threadIdx.x == 0:
+        count = 0
+        for token in range(min(NUMBA_THREADS, dense_map.shape[0])):
+            if dense_map[token, cuda.blockIdx.x] != EMPTY:
+                count += 1
+        lengths[cuda.blockIdx.x] = count
+
+
+@cuda.jit
+def offsets_off_by_one(lengths, offsets):
+    if cuda.threadIdx.x == 0:
+        offsets[0] = 0
+        for expert in range(lengths.shape[0]):
+            offsets[expert + 1] = offsets[expert] + lengths[expert]
+        offsets[1] += 1
+
+
+@cuda.jit
+def offsets_without_the_end(lengths, offsets):
+    if cuda.threadIdx.x == 0:
+        offsets[0] = 0
+        for expert in range(lengths.shape[0] - 1):
+            offsets[expert + 1] = offsets[expert] + lengths[expert]
+
+
+@cuda.jit
+def routes_of_zeros(dense_map, offsets, topk_experts, expert_token_indices, token_index_map):
+    if cuda.blockIdx.x == 0:
+        for slot in range(cuda.threadIdx.x, token_index_map.shape[0], NUMBA_THREADS):
+            expert_token_indices[slot] = 0
+            token_index_map[slot] = 0
+
+
+@cuda.jit
+def routes_nothing(dense_map, offsets, topk_experts, expert_token_indices, token_index_map):
+    pass
+
+
+@cuda.jit
+def routes_without_the_last_token(dense_map, offsets, topk_experts, expert_token_indices, token_index_map):
+    if cuda.threadIdx.x == 0:
+        position = offsets[cuda.blockIdx.x]
+        for token in range(dense_map.shape[0] - 1):
+            for j in range(topk_experts.shape[1]):
+                if topk_experts[token, j] == cuda.blockIdx.x:
+                    expert_token_indices[position] = token
+                    token_index_map[token * topk_experts.shape[1] + j] = position
+                    position += 1
+
+
+@cuda.jit
+def routes_that_forget_earlier_tiles(dense_map, offsets, topk_experts, expert_token_indices, token_index_map):
+    if cuda.threadIdx.x == 0:
+        position = offsets[cuda.blockIdx.x]
+        for token in range(dense_map.shape[0]):
+            if token % NUMBA_THREADS == 0:
+                position = offsets[cuda.blockIdx.x]
+            for j in range(topk_experts.shape[1]):
+                if topk_experts[token, j] == cuda.blockIdx.x:
+                    expert_token_indices[position] = token
+                    token_index_map[token * topk_experts.shape[1] + j] = position
+                    position += 1
+
+
+@pytest.mark.parametrize(
+    "kernel, fault",
+    [
+        ("dense_map_kernel", maps_to_the_next_expert),
+        ("expert_lengths_kernel", counts_the_first_tile_only),
+        ("expert_offsets_kernel", offsets_off_by_one),
+        ("expert_offsets_kernel", offsets_without_the_end),
+        ("route_indices_kernel", routes_of_zeros),
+        ("route_indices_kernel", routes_nothing),
+        ("route_indices_kernel", routes_without_the_last_token),
+        ("route_indices_kernel", routes_that_forget_earlier_tiles),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.py_func.__name__,
+)
+def test_a_fault_planted_in_the_numba_kernels_is_caught(monkeypatch, kernel, fault):
+    monkeypatch.setattr(numba_dispatch, kernel, fault)
+    with pytest.raises(AssertionError):
+        assert_right(random_topk(SEVERAL_TILES, 3, 2), 3)
+
+
+@cuda.jit
+def locations_that_forget_earlier_tiles(dense_map, offsets, location_map):
+    if cuda.threadIdx.x == 0:
+        location = offsets[cuda.blockIdx.x]
+        for token in range(dense_map.shape[0]):
+            if token % NUMBA_THREADS == 0:
+                location = offsets[cuda.blockIdx.x]
+            location_map[token, cuda.blockIdx.x] = location
+            if dense_map[token, cuda.blockIdx.x] != EMPTY:
+                location += 1
+
+
+@cuda.jit
+def locations_of_zeros(dense_map, offsets, location_map):
+    for token in range(cuda.threadIdx.x, dense_map.shape[0], NUMBA_THREADS):
+        location_map[token, cuda.blockIdx.x] = 0
+
+
+@cuda.jit
+def writes_without_the_last_entry(dense_map, location_map, topk_experts, expert_token_indices, token_index_map):
+    k, entries = topk_experts.shape[1], dense_map.shape[0] * dense_map.shape[1]
+    entry = cuda.blockIdx.x * NUMBA_THREADS + cuda.threadIdx.x
+    token, expert = entry // dense_map.shape[1], entry % dense_map.shape[1]
+    if entry < entries - dense_map.shape[1] and dense_map[token, expert] != EMPTY:
+        expert_token_indices[location_map[token, expert]] = token
+        for j in range(k):
+            if topk_experts[token, j] == expert:
+                token_index_map[token * k + j] = location_map[token, expert]
+
+
+@pytest.mark.parametrize(
+    "kernel, fault",
+    [
+        ("location_map_kernel", locations_that_forget_earlier_tiles),
+        ("location_map_kernel", locations_of_zeros),
+        ("write_indices_kernel", routes_nothing),
+        ("write_indices_kernel", writes_without_the_last_entry),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.py_func.__name__,
+)
+def test_a_planted_fault_of_the_steps_as_printed_is_caught(monkeypatch, kernel, fault):
+    monkeypatch.setattr(numba_dispatch, kernel, fault)
+    with pytest.raises((AssertionError, ValueError)):
+        test_each_step_is_the_specifications(SEVERAL_TILES)
+
+
+# What the kernels' headers claim
+
+
+def test_the_numba_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
+    if runtime.EXECUTOR == "cuda":  # only the simulator can count
+        return rerun(f"{__file__}::test_the_numba_kernels_move_the_bytes_that_their_headers_state")
+    L, E, k = SEVERAL_TILES, NUMBA_THREADS + 1, 3
+    sizes = {"L": L, "E": E, "k": k, "R": L * k, "THREADS": NUMBA_THREADS}
+    launched = []
+
+    def checked_launch(kernel, blocks, threads, *arrays, shared_bytes=0):
+        counted = counted_launch(kernel, blocks, threads, arrays, shared_bytes)
+        assert counted == stated_launch(kernel, sizes), kernel.py_func.__name__
+        launched.append(kernel)
+
+    monkeypatch.setattr(numba_dispatch, "launch", checked_launch)
+    assert_right(random_topk(L, E, k), E)
+    assert launched == [
+        numba_dispatch.dense_map_kernel,
+        numba_dispatch.expert_lengths_kernel,
+        numba_dispatch.expert_offsets_kernel,
+        numba_dispatch.route_indices_kernel,
+    ]
+    launched.clear()
+    topk_experts = random_topk(L, 5, k)
+    sizes["E"] = 5
+    steps(numba_dispatch, topk_experts, 5)
+    assert launched[3:5] == [numba_dispatch.location_map_kernel, numba_dispatch.write_indices_kernel]
