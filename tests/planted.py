@@ -1,11 +1,16 @@
 """Kernels for tests that ask whether a result is right, not what it cost; and kernels with a planted fault."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from unittest import mock
 
+import numpy as np
+
+from moeblaze_ref.backends.registry import BACKENDS, OpenStage
 from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import inlined, kernel_text
@@ -60,6 +65,18 @@ class Planted(Quick):
         if file != self.file:
             return super().load(file, text=text, **constants)
         return super().load(file, text=self.faulty_text, **constants, **self.constants)
+
+
+def numba_with_fault(stage: str, right: str, wrong: str) -> OpenStage:
+    """A stage of the Numba kernels with one fault in its text, its outputs poisoned before they are written."""
+    from moeblaze_ref.backends.numba_cuda.runtime import poisoned_outputs
+
+    module = BACKENDS["numba"].stage(stage)
+    text = inspect.getsource(module)
+    assert right in text, f"the Numba kernels of {stage} no longer hold {right!r}: update the fault"
+    faulty = ModuleType(module.__name__)
+    exec(compile(text.replace(right, wrong), module.__name__, "exec"), vars(faulty))
+    return OpenStage(faulty, poisoned_outputs, np.asarray, np.asarray, {})
 
 
 @dataclass
