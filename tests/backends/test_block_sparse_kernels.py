@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from planted import Planted, Quick
-from test_block_sparse import PRODUCTS, assert_activation, assert_rows, assert_same, matrix, run_layer, sparse_of
+from sparse_cases import PRODUCTS, assert_activation, assert_rows, assert_same, matrix, run_layer, sparse_of
 
 from moeblaze_ref.backends.numpy_ref import block_sparse as reference
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_block_sparse import (
+from sparse_cases import (
     GOLDEN,
     PRODUCTS,
     Run,

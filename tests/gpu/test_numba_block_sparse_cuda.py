@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import Shape
-from test_block_sparse import PRODUCTS, Run, assert_any_mask, assert_any_parts
+from sparse_cases import PRODUCTS, Run, assert_any_mask, assert_any_parts
 from test_numba_block_sparse import check_layer, make_inputs, run_layer
 
 from moeblaze_ref.backends.numba_cuda import block_sparse
