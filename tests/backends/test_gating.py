@@ -1,21 +1,17 @@
 """The router in every backend: choice, gates, both losses and their gradients, its checks, and planted faults."""
 
-import runpy
-import types
 from contextlib import nullcontext
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from headers import evaluate, stated
+from headers import assert_as_stated, stated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planted import Planted, Quick
-from simulator import counted_launch, rerun, stated_launch
+from planted import Planted, Quick, numba_with_fault
+from simulator import counted_launches, kernels_as_stated, only_simulated
 
-from moeblaze_ref.backends.numba_cuda import gating as numba_gating
-from moeblaze_ref.backends.numba_cuda import runtime
 from moeblaze_ref.backends.numpy_ref import gating as reference
 from moeblaze_ref.backends.raw_cuda import gating as raw_gating
 from moeblaze_ref.backends.registry import BACKENDS, OpenStage
@@ -27,16 +23,18 @@ from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import relative_error
 
 VERSIONS = tuple(raw_gating.VERSIONS)
-HERE = [("numba", None), *(("simt", version) for version in VERSIONS)]  # the backends that need no GPU
+KERNELS = [("numba", None), *(("simt", version) for version in VERSIONS)]  # which need no GPU
 BOUND = 1e-5
 D_LOSS = 0.7
 
-every_backend = pytest.mark.parametrize(("backend", "version"), HERE)
-every_version = pytest.mark.parametrize("version", VERSIONS)
+everywhere = pytest.mark.parametrize(("backend", "version"), [("numpy", None), *KERNELS])
+every_kernel = pytest.mark.parametrize(("backend", "version"), KERNELS)
+every_version = pytest.mark.parametrize("version", VERSIONS, ids="simt-{}".format)
 renormalized_or_not = pytest.mark.parametrize("renormalize", [False, True])
 
 
-def opened(backend, version):
+@pytest.fixture
+def stage(backend, version):
     """The stage of a backend, its outputs poisoned before they are written."""
     return BACKENDS[backend].open("gating", version)
 
@@ -47,11 +45,11 @@ def on(executor, version):
     return OpenStage(raw_gating, nullcontext, executor.from_numpy, executor.to_numpy, options)
 
 
-def make_logits(num_tokens, num_experts, step=0.0, seed=5):
-    """Random float32 logits (L, E) that favour the last experts; a ``step`` to round to makes ties and -0."""
-    noise = 1.5 * np.random.default_rng(seed).standard_normal((num_tokens, num_experts))
+def make_logits(num_tokens, num_experts, step=0.0, dtype=np.float32):
+    """Random logits (L, E) that favour the last experts; a ``step`` to round to makes ties and -0."""
+    noise = 1.5 * np.random.default_rng(5).standard_normal((num_tokens, num_experts))
     logits = noise + np.linspace(-1.0, 1.0, num_experts)
-    return (np.round(logits / step) * step if step else logits).astype(np.float32)
+    return (np.round(logits / step) * step if step else logits).astype(dtype)
 
 
 def errors(stage, logits, k, renormalize=False):
@@ -125,12 +123,6 @@ def with_value(array, index, value):
 SHAPES = [(1, 4, 2), (33, 4, 1), (29, 5, 5), (37, 7, 3), (64, 64, 8)]
 
 
-def wide_logits(num_tokens, num_experts, scale=1.5, seed=5):
-    """Random logits (L, E) that favour the last experts."""
-    noise = np.random.default_rng(seed).standard_normal((num_tokens, num_experts))
-    return scale * noise + np.linspace(0.0, 1.0, num_experts)
-
-
 def torch_routing(logits, k, renormalize):
     """The oracle's routing of these logits (an identity router), and the leaf that collects their gradient."""
     leaf = torch.tensor(logits, requires_grad=True)
@@ -138,10 +130,10 @@ def torch_routing(logits, k, renormalize):
     return oracle.route(leaf, eye, k, renormalize), leaf
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
+@renormalized_or_not
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), SHAPES)
 def test_forward_agrees_with_the_oracle(num_tokens, num_experts, k, renormalize):
-    logits = wide_logits(num_tokens, num_experts)
+    logits = make_logits(num_tokens, num_experts, dtype=np.float64)
     probs, topk_experts, gates = reference.forward(logits, k, renormalize)
     routing, _ = torch_routing(logits, k, renormalize)
     assert topk_experts.dtype == np.int32 and topk_experts.flags.c_contiguous
@@ -155,7 +147,7 @@ def test_forward_agrees_with_the_oracle(num_tokens, num_experts, k, renormalize)
     [(*shape, False) for shape in SHAPES] + [(*shape, True) for shape in SHAPES if shape[2] > 1],
 )
 def test_gate_gradient_agrees_with_autograd(num_tokens, num_experts, k, renormalize):
-    logits = wide_logits(num_tokens, num_experts)
+    logits = make_logits(num_tokens, num_experts, dtype=np.float64)
     d_gates = np.random.default_rng(6).standard_normal((num_tokens, k))
     routing, leaf = torch_routing(logits, k, renormalize)
     routing.gates.backward(torch.tensor(d_gates))
@@ -164,16 +156,9 @@ def test_gate_gradient_agrees_with_autograd(num_tokens, num_experts, k, renormal
     assert relative_error(d_logits, leaf.grad) < 1e-12
 
 
-def test_a_renormalised_single_gate_is_one_whatever_the_logits():
-    logits = wide_logits(9, 5)
-    _, topk_experts, gates = reference.forward(logits, 1, renormalize=True)
-    assert np.array_equal(gates, np.ones((9, 1)))
-    assert not reference.backward(np.full((9, 1), 3.0), logits, topk_experts, renormalize=True).any()
-
-
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), SHAPES)
 def test_losses_and_their_gradients_agree_with_autograd(num_tokens, num_experts, k):
-    logits = wide_logits(num_tokens, num_experts)
+    logits = make_logits(num_tokens, num_experts, dtype=np.float64)
     probs, topk_experts, _ = reference.forward(logits, k)
     losses = {
         oracle.load_balancing_loss: (
@@ -193,9 +178,9 @@ def test_losses_and_their_gradients_agree_with_autograd(num_tokens, num_experts,
         assert relative_error(d_logits, leaf.grad) < 1e-12
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
+@renormalized_or_not
 def test_the_backward_adds_up_what_reaches_the_logits(renormalize):
-    logits, k = wide_logits(37, 7), 3
+    logits, k = make_logits(37, 7, dtype=np.float64), 3
     d_gates = np.random.default_rng(6).standard_normal((37, k))
     routing, leaf = torch_routing(logits, k, renormalize)
     of_gates = (routing.gates * torch.tensor(d_gates)).sum()
@@ -205,18 +190,11 @@ def test_the_backward_adds_up_what_reaches_the_logits(renormalize):
 
 
 def test_loss_gradients_are_of_one_unit_of_loss_unless_told():
-    logits = wide_logits(8, 4)
+    logits = make_logits(8, 4, dtype=np.float64)
     probs, topk_experts, _ = reference.forward(logits, 2)
     twice = reference.load_balancing_loss_backward(probs, topk_experts, 2.0)
     assert np.array_equal(2.0 * reference.load_balancing_loss_backward(probs, topk_experts), twice)
     assert np.array_equal(2.0 * reference.router_z_loss_backward(logits), reference.router_z_loss_backward(logits, 2.0))
-
-
-def test_balanced_routing_has_loss_one_and_collapsed_routing_has_loss_e_in_the_specification():
-    one_each = np.arange(8, dtype=np.int32)[:, None]
-    assert reference.load_balancing_loss(np.full((8, 8), 1 / 8), one_each) == pytest.approx(1.0, rel=1e-15)
-    all_on_first = np.zeros((8, 1), dtype=np.int32)
-    assert reference.load_balancing_loss(np.eye(8)[np.zeros(8, int)], all_on_first) == pytest.approx(8.0, rel=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -242,9 +220,9 @@ def test_huge_logits_do_not_overflow():
     assert probs.tolist() == [[1.0, 0.0, 0.0]] and gates.tolist() == [[1.0, 0.0]]
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
+@renormalized_or_not
 def test_float32_stays_float32_and_near(renormalize):
-    narrow = wide_logits(37, 7).astype(np.float32)
+    narrow = make_logits(37, 7)
     d_narrow = np.random.default_rng(7).standard_normal((37, 3)).astype(np.float32)
 
     def results(logits, d_gates):
@@ -265,102 +243,7 @@ def test_float32_stays_float32_and_near(renormalize):
         assert relative_error(result, truth) < 1e-5
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_no_tokens_in_the_specification(renormalize):
-    logits = np.empty((0, 4))
-    probs, topk_experts, gates = reference.forward(logits, 2, renormalize)
-    assert (probs.shape, topk_experts.shape, gates.shape) == ((0, 4), (0, 2), (0, 2))
-    assert reference.load_balancing_loss(probs, topk_experts) == 0.0 and reference.router_z_loss(logits) == 0.0
-    assert reference.backward(gates, logits, topk_experts, renormalize, 1.0, 1.0).shape == (0, 4)
-    assert reference.load_balancing_loss_backward(probs, topk_experts).shape == (0, 4)
-    assert reference.router_z_loss_backward(logits).shape == (0, 4)
-
-
-WIDE_LOGITS = np.zeros((3, 4))
-WIDE_PROBS = np.full((3, 4), 0.25)
-CHOSEN = np.array([[0, 1], [1, 2], [2, 3]], dtype=np.int32)
-
-
-@pytest.mark.parametrize(
-    ("logits", "k", "error", "message"),
-    [
-        (with_value(WIDE_LOGITS, (2, 3), np.nan), 2, ValueError, r"logits\[2, 3\] is nan"),
-        (with_value(WIDE_LOGITS, (1, 0), -np.inf), 2, ValueError, r"logits\[1, 0\] is -inf"),
-        (WIDE_LOGITS, 5, ValueError, "k is 5, but there are only 4 experts"),
-        (WIDE_LOGITS, 0, ValueError, "k is 0, but it must be >= 1"),
-        (WIDE_LOGITS, 1.5, TypeError, "k is 1.5"),
-        (WIDE_LOGITS[0], 2, ValueError, "must have 2 dimensions"),
-        (WIDE_LOGITS.astype(np.float16), 2, TypeError, "logits has dtype float16"),
-        (WIDE_LOGITS[:, :0], 1, ValueError, "E is 0, but it must be >= 1"),
-    ],
-)
-def test_bad_logits_in_the_specification(logits, k, error, message):
-    with pytest.raises(error, match=message):
-        reference.forward(logits, k)
-    with pytest.raises(error, match=message):
-        reference.top_k(logits, k)
-
-
-@pytest.mark.parametrize("function", [reference.softmax, reference.router_z_loss, reference.router_z_loss_backward])
-def test_bad_logits_of_the_functions_without_k(function):
-    with pytest.raises(ValueError, match=r"logits\[2, 3\] is inf"):
-        function(with_value(WIDE_LOGITS, (2, 3), np.inf))
-    with pytest.raises(TypeError, match="logits has dtype int64"):
-        function(WIDE_LOGITS.astype(int))
-    with pytest.raises(ValueError, match="must have 2 dimensions"):
-        function(WIDE_LOGITS[0])
-
-
-BAD_CHOICES = [
-    (with_value(CHOSEN, (1, 0), 4), ValueError, r"topk_experts\[1, 0\] is 4, but there are only 4 experts"),
-    (with_value(CHOSEN, (2, 1), -1), ValueError, r"topk_experts\[2, 1\] is -1"),
-    (with_value(CHOSEN, (0, 0), 1), ValueError, r"topk_experts\[0\] names expert 1 twice"),
-    (CHOSEN[:2], ValueError, r"topk_experts has shape \(2, 2\), but it must be \(L=3, k\)"),
-    (CHOSEN.astype(np.int64), TypeError, "topk_experts has dtype int64"),
-]
-
-
-@pytest.mark.parametrize(("topk_experts", "error", "message"), BAD_CHOICES)
-def test_bad_choices_in_the_specification(topk_experts, error, message):
-    with pytest.raises(error, match=message):
-        reference.backward(np.ones((3, 2)), WIDE_LOGITS, topk_experts)
-    for function in (reference.load_balancing_loss, reference.load_balancing_loss_backward):
-        with pytest.raises(error, match=message):
-            function(WIDE_PROBS, topk_experts)
-
-
-@pytest.mark.parametrize(
-    ("d_gates", "error", "message"),
-    [
-        (np.ones((3, 3)), ValueError, r"d_gates has shape \(3, 3\), but it must be \(L=3, k=2\)"),
-        (np.ones((3, 2), np.float32), TypeError, "d_gates has dtype float32, but it must be float64"),
-        (with_value(np.ones((3, 2)), (0, 1), np.nan), ValueError, r"d_gates\[0, 1\] is nan"),
-    ],
-)
-def test_bad_gate_gradients_in_the_specification(d_gates, error, message):
-    with pytest.raises(error, match=message):
-        reference.backward(d_gates, WIDE_LOGITS, CHOSEN)
-
-
-def test_bad_loss_gradients():
-    for call in (
-        lambda d_loss: reference.load_balancing_loss_backward(WIDE_PROBS, CHOSEN, d_loss),
-        lambda d_loss: reference.router_z_loss_backward(WIDE_LOGITS, d_loss),
-    ):
-        with pytest.raises(ValueError, match="d_loss is nan, but it must be finite"):
-            call(float("nan"))
-        with pytest.raises(TypeError, match="d_loss is 'much'"):
-            call("much")
-
-
-def test_bad_probabilities():
-    with pytest.raises(ValueError, match=r"probs\[1, 1\] is nan"):
-        reference.load_balancing_loss(with_value(WIDE_PROBS, (1, 1), np.nan), CHOSEN)
-    with pytest.raises(TypeError, match="probs has dtype float16"):
-        reference.load_balancing_loss(WIDE_PROBS.astype(np.float16), CHOSEN)
-
-
-# ---- right -----------------------------------------------------------------------------------
+# ---- the kernels, and what all backends share -------------------------------------------------
 
 SMALL = [(1, 1, 1), (1, 4, 2), (9, 4, 1), (9, 5, 5), (19, 7, 3)]  # Numba's simulator has 8 threads a block
 LARGE = [
@@ -377,19 +260,19 @@ LARGE = [
 @renormalized_or_not
 @pytest.mark.parametrize(
     ("backend", "version", "num_tokens", "num_experts", "k"),
-    [(*where, *shape) for where in HERE for shape in (SMALL if where[0] == "numba" else SMALL + LARGE)],
+    [(*where, *shape) for where in KERNELS for shape in (SMALL if where[0] == "numba" else SMALL + LARGE)],
 )
-def test_the_specification_is_met(backend, version, num_tokens, num_experts, k, renormalize):
-    assert_right(opened(backend, version), make_logits(num_tokens, num_experts), k, renormalize)
+def test_the_specification_is_met(stage, num_tokens, num_experts, k, renormalize):
+    assert_right(stage, make_logits(num_tokens, num_experts), k, renormalize)
 
 
-@every_backend
+@every_kernel
 @pytest.mark.parametrize("step", [0.5, 2.0])
-def test_many_ties_are_broken_as_the_specification_does(backend, version, step):
+def test_many_ties_are_broken_as_the_specification_does(stage, backend, step):
     num_tokens, num_experts, k = (19, 7, 4) if backend == "numba" else (70, 150, 20)
     logits = make_logits(num_tokens, num_experts, step)
     assert (logits == 0).any() and np.signbit(logits[logits == 0]).any()
-    assert_right(opened(backend, version), logits, k)
+    assert_right(stage, logits, k)
 
 
 def hard_rows(num_experts):
@@ -411,11 +294,11 @@ def hard_rows(num_experts):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # a difference may be -inf, whose exp is 0
-@every_backend
-def test_hard_logits_are_chosen_from_exactly_and_nothing_overflows(backend, version):
+@every_kernel
+def test_hard_logits_are_chosen_from_exactly_and_nothing_overflows(stage, backend):
     logits = hard_rows(5 if backend == "numba" else 64)
     for k in (1, 3, logits.shape[1] // 2):
-        found = opened(backend, version).forward(logits, k)
+        found = stage.forward(logits, k)
         exact = reference.forward(logits.astype(np.float64), k)
         np.testing.assert_array_equal(found.topk_experts, reference.top_k(logits, k))
         for row in range(len(logits)):
@@ -470,25 +353,25 @@ def test_logits_that_are_no_numbers_still_choose_k_experts(version, renormalize,
     assert relative_error(found.gates[~hopeless], chosen / total) <= BOUND
 
 
-@every_backend
-def test_a_renormalised_single_gate_is_one_and_has_no_gradient(backend, version):
-    stage, logits = opened(backend, version), make_logits(9, 5)
+@everywhere
+def test_a_renormalised_single_gate_is_one_and_has_no_gradient(stage):
+    logits = make_logits(9, 5)
     found = stage.forward(logits, 1, renormalize=True)
     assert np.array_equal(found.gates, np.ones((9, 1)))
     assert not stage.backward(np.full((9, 1), 3.0, np.float32), logits, found.topk_experts, renormalize=True).any()
 
 
-@every_backend
-def test_balanced_routing_has_loss_one_and_collapsed_routing_has_loss_e(backend, version):
-    stage = opened(backend, version)
-    one_each = np.arange(8, dtype=np.int32)[:, None]
-    assert stage.load_balancing_loss(np.full((8, 8), 1 / 8, np.float32), one_each) == 1.0
-    assert stage.load_balancing_loss(np.eye(8, dtype=np.float32)[np.zeros(8, int)], np.zeros((8, 1), np.int32)) == 8.0
+@everywhere
+def test_balanced_routing_has_loss_one_and_collapsed_routing_has_loss_e(stage, backend):
+    one_each, all_on_first = np.arange(8, dtype=np.int32)[:, None], np.zeros((8, 1), np.int32)
+    for dtype in BACKENDS[backend].dtypes:
+        assert stage.load_balancing_loss(np.full((8, 8), 1 / 8, dtype), one_each) == 1.0
+        assert stage.load_balancing_loss(np.eye(8, dtype=dtype)[np.zeros(8, int)], all_on_first) == 8.0
 
 
-@every_backend
-def test_kinds_and_shapes_of_the_results(backend, version):
-    stage, logits = opened(backend, version), make_logits(9, 5)
+@everywhere
+def test_kinds_and_shapes_of_the_results(stage):
+    logits = make_logits(9, 5)
     gating = stage.forward(logits, 2)
     d_gates = np.ones((9, 2), np.float32)
     chosen = gating.probs, gating.topk_experts
@@ -504,17 +387,28 @@ def test_kinds_and_shapes_of_the_results(backend, version):
         assert (array.shape, array.dtype) == (shape, np.float32)
 
 
-@every_backend
+@everywhere
 @renormalized_or_not
-def test_no_tokens(backend, version, renormalize):
-    stage, logits = opened(backend, version), np.empty((0, 4), np.float32)
+def test_no_tokens(stage, renormalize):
+    assert_no_tokens(stage, renormalize)
+
+
+def assert_no_tokens(stage, renormalize):
+    logits = np.empty((0, 4), np.float32)
     probs, topk_experts, gates = stage.forward(logits, 2, renormalize)
     assert (probs.shape, topk_experts.shape, gates.shape) == ((0, 4), (0, 2), (0, 2))
     assert stage.load_balancing_loss(probs, topk_experts) == 0.0 and stage.router_z_loss(logits) == 0.0
     assert stage.backward(gates, logits, topk_experts, renormalize, 1.0, 1.0).shape == (0, 4)
 
 
-@every_backend
+def test_no_tokens_for_each_loss_alone():
+    logits = np.empty((0, 4))
+    probs, topk_experts, _ = reference.forward(logits, 2)
+    assert reference.load_balancing_loss_backward(probs, topk_experts).shape == (0, 4)
+    assert reference.router_z_loss_backward(logits).shape == (0, 4)
+
+
+@every_kernel
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_shapes(backend, version, data):
@@ -525,13 +419,13 @@ def test_random_shapes(backend, version, data):
     logits = rng.uniform(0.5, 4.5, (num_tokens, num_experts))  # logsumexp keeps away from 0
     if data.draw(st.booleans()):
         logits = np.ceil(logits)  # five values: ties nearly everywhere
-    assert_right(opened(backend, version), logits.astype(np.float32), k, data.draw(st.booleans()))
+    assert_right(BACKENDS[backend].open("gating", version), logits.astype(np.float32), k, data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize("backend", ["numba", "simt"])
 def test_the_cross_check_passes(backend):
     rows = check.run(["gating"], [backend])
-    assert {row.version for row in rows} == {version for name, version in HERE if name == backend}
+    assert {row.version for row in rows} == {version for name, version in KERNELS if name == backend}
     assert {row.direction for row in rows} == {"forward", "backward"} and check.passed(rows)
 
 
@@ -567,7 +461,7 @@ def test_the_plain_build_is_right_too(version, renormalize):
     assert_right(on(SimtExecutor(instrumented=False), version), make_logits(2000, 70, step=0.5), 5, renormalize)
 
 
-def test_a_warp_is_the_default():
+def test_the_default_of_simt_is_a_warp():
     logits = make_logits(9, 5)
     assert raw_gating.DEFAULT_VERSION == "2_warp"
     np.testing.assert_array_equal(raw_gating.forward(logits, 2).topk_experts, reference.top_k(logits, 2))
@@ -602,9 +496,7 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(
     symbols |= {"N": -(-num_tokens // raw_gating.TOKENS[version])}
     for launch in launches:
         symbols["blocks"] = launch.grid[0]
-        header = headers[launch.kernel]
-        assert launch.read_bytes == evaluate(header.read, symbols), f"{launch.kernel} reads {header.read}"
-        assert launch.written_bytes == evaluate(header.written, symbols), f"{launch.kernel} writes {header.written}"
+        assert_as_stated(launch, headers, symbols)
 
 
 @pytest.mark.parametrize(
@@ -642,7 +534,7 @@ def test_a_warp_uses_its_sectors_whole_and_a_thread_does_not(version):
     ],
 )
 def test_a_pack_never_crosses_a_row_nor_begins_between_its_bytes(dtype, width, address, pack):
-    on_a_gpu = types.SimpleNamespace(dtype=np.dtype(dtype), data=types.SimpleNamespace(ptr=address))
+    on_a_gpu = SimpleNamespace(dtype=np.dtype(dtype), data=SimpleNamespace(ptr=address))
     assert widest_pack(on_a_gpu, width) == pack
     assert widest_pack(np.empty((3, width), dtype), width) == widest_pack(on_a_gpu, width) or address % 16
 
@@ -735,7 +627,10 @@ FAULTS = {
 TRIALS = [((270, 70), 5, False), ((270, 70), 5, True), ((37, 40), 32, False)]
 
 
-@pytest.mark.parametrize(("file", "fault"), [(file, fault) for file, faults in FAULTS.items() for fault in faults])
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [pytest.param(file, fault, id=f"simt-{file}-{fault}") for file, faults in FAULTS.items() for fault in faults],
+)
 def test_a_planted_fault_is_caught(file, fault):
     planted = Planted(f"gating/{file}.cu", *FAULTS[file][fault], seed=1)
     stage = on(planted, raw_gating.DEFAULT_VERSION if file == "0_sums" else file)
@@ -781,41 +676,22 @@ NUMBA_FAULTS = {
 }
 
 
-def planted_numba(fault, path):
-    """The Numba stage from a file with one fault in it, written to ``path``."""
-    right, wrong = NUMBA_FAULTS[fault]
-    text = Path(numba_gating.__file__).read_text()
-    assert text.count(right) >= 1, f"the kernels no longer hold {right!r}: update the fault"
-    path.write_text(text.replace(right, wrong))
-    module = types.SimpleNamespace(**runpy.run_path(path))
-    return OpenStage(module, runtime.poisoned_outputs, np.asarray, np.asarray, {})
-
-
 @pytest.mark.parametrize("fault", NUMBA_FAULTS)
-def test_a_fault_planted_in_the_numba_kernels_is_caught(fault, tmp_path):
-    stage, logits = planted_numba(fault, tmp_path / "gating.py"), make_logits(2 * runtime.THREADS + 3, 5, step=0.5)
+def test_a_fault_planted_in_the_numba_kernels_is_caught(fault):
+    stage = numba_with_fault("gating", *NUMBA_FAULTS[fault])
+    logits = make_logits(2 * BACKENDS["numba"].stage("gating").THREADS + 3, 5, step=0.5)
     assert any(is_wrong(stage, logits, 3, renormalize) for renormalize in (False, True))
 
 
-# ---- what the Numba kernels' headers state -----------------------------------------------------
-
-
+@only_simulated
 def test_the_numba_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
-    if runtime.EXECUTOR == "cuda":  # only the simulator can count
-        rerun(f"{__file__}::test_the_numba_kernels_move_the_bytes_that_their_headers_state")
-        return
-    L, E, k = 2 * runtime.THREADS + 3, 5, 3
-    symbols = {"L": L, "E": E, "k": k, "R": L * k, "N": 3, "THREADS": runtime.THREADS}
-    launched = set()
-
-    def checked_launch(kernel, blocks, threads, *arguments, shared_bytes=0):
-        found = counted_launch(kernel, blocks, threads, arguments, shared_bytes)
-        assert found == stated_launch(kernel, symbols), kernel.py_func.__name__
-        launched.add(kernel)
-
-    monkeypatch.setattr(numba_gating, "launch", checked_launch)
-    assert_right(opened("numba", None), make_logits(L, E), k)
-    assert launched == {kernel for name, kernel in vars(numba_gating).items() if name.endswith("_kernel")}
+    module = BACKENDS["numba"].stage("gating")
+    L, E, k = 2 * module.THREADS + 3, 5, 3
+    sizes = {"L": L, "E": E, "k": k, "R": L * k, "N": 3, "THREADS": module.THREADS}
+    launches = counted_launches(monkeypatch, module)
+    assert_right(BACKENDS["numba"].open("gating"), make_logits(L, E), k)
+    launched = set(kernels_as_stated(launches, sizes))
+    assert launched == {kernel for name, kernel in vars(module).items() if name.endswith("_kernel")}
 
 
 # ---- bad input -------------------------------------------------------------------------------
@@ -826,57 +702,74 @@ TOPK = np.array([[0, 1], [1, 2], [2, 3]], np.int32)
 D_GATES = np.ones((3, 2), np.float32)
 
 
-@every_backend
-@pytest.mark.parametrize(
-    ("logits", "k", "error", "message"),
-    [
-        (with_value(LOGITS, (2, 3), np.nan), 2, ValueError, r"logits\[2, 3\] is nan"),
-        (with_value(LOGITS, (1, 0), -np.inf), 2, ValueError, r"logits\[1, 0\] is -inf"),
-        (LOGITS, 5, ValueError, "k is 5, but there are only 4 experts"),
-        (LOGITS, 0, ValueError, "k is 0, but it must be >= 1"),
-        (LOGITS, 1.5, TypeError, "k is 1.5"),
-        (LOGITS[0], 2, ValueError, "must have 2 dimensions"),
-        (LOGITS.astype(np.float64), 2, TypeError, "logits has dtype float64, but it must be float32"),
-        (LOGITS[:, :0], 1, ValueError, "E is 0, but it must be >= 1"),
-        (np.zeros((2, 1025), np.float32), 2, ValueError, "num_experts is 1025, but it must be 1..1024"),
-        (np.zeros((2, 64), np.float32), 33, ValueError, "k is 33, but it must be 1..32"),
-    ],
-)
-def test_bad_logits(backend, version, logits, k, error, message):
+BAD_LOGITS = [
+    (with_value(LOGITS, (2, 3), np.nan), 2, ValueError, r"logits\[2, 3\] is nan"),
+    (with_value(LOGITS, (1, 0), -np.inf), 2, ValueError, r"logits\[1, 0\] is -inf"),
+    (LOGITS, 5, ValueError, "k is 5, but there are only 4 experts"),
+    (LOGITS, 0, ValueError, "k is 0, but it must be >= 1"),
+    (LOGITS, 1.5, TypeError, "k is 1.5"),
+    (LOGITS[0], 2, ValueError, "must have 2 dimensions"),
+    (LOGITS.astype(np.float16), 2, TypeError, "logits has dtype float16"),
+    (LOGITS[:, :0], 1, ValueError, "E is 0, but it must be >= 1"),
+]
+BEYOND_THE_KERNELS = [
+    (LOGITS.astype(np.float64), 2, TypeError, "logits has dtype float64, but it must be float32"),
+    (np.zeros((2, 1025), np.float32), 2, ValueError, "num_experts is 1025, but it must be 1..1024"),
+    (np.zeros((2, 64), np.float32), 33, ValueError, "k is 33, but it must be 1..32"),
+]
+
+
+@everywhere
+@pytest.mark.parametrize(("logits", "k", "error", "message"), BAD_LOGITS)
+def test_bad_logits(stage, backend, logits, k, error, message):
+    for function in (stage.forward, stage.top_k) if backend == "numpy" else (stage.forward,):
+        with pytest.raises(error, match=message):
+            function(logits, k)
+
+
+@every_kernel
+@pytest.mark.parametrize(("logits", "k", "error", "message"), BEYOND_THE_KERNELS)
+def test_logits_beyond_the_kernels_limits(stage, logits, k, error, message):
     with pytest.raises(error, match=message):
-        opened(backend, version).forward(logits, k)
+        stage.forward(logits, k)
 
 
-@every_backend
-def test_bad_logits_of_the_z_loss(backend, version):
-    call = opened(backend, version).router_z_loss
-    with pytest.raises(ValueError, match=r"logits\[2, 3\] is inf"):
-        call(with_value(LOGITS, (2, 3), np.inf))
-    with pytest.raises(TypeError, match="logits has dtype int64"):
-        call(LOGITS.astype(int))
-    with pytest.raises(ValueError, match="num_experts is 1025"):
-        call(np.zeros((2, 1025), np.float32))
+@everywhere
+def test_bad_logits_of_the_functions_without_k(stage, backend):
+    names = ("router_z_loss", "softmax", "router_z_loss_backward")
+    for function in (getattr(stage, name) for name in (names if backend == "numpy" else names[:1])):
+        with pytest.raises(ValueError, match=r"logits\[2, 3\] is inf"):
+            function(with_value(LOGITS, (2, 3), np.inf))
+        with pytest.raises(TypeError, match="logits has dtype int64"):
+            function(LOGITS.astype(int))
+        with pytest.raises(ValueError, match="must have 2 dimensions"):
+            function(LOGITS[0])
+    if backend != "numpy":
+        with pytest.raises(ValueError, match="num_experts is 1025"):
+            stage.router_z_loss(np.zeros((2, 1025), np.float32))
 
 
-@every_backend
+@everywhere
 @pytest.mark.parametrize(
     ("topk_experts", "error", "message"),
     [
         (with_value(TOPK, (1, 0), 4), ValueError, r"topk_experts\[1, 0\] is 4, but there are only 4 experts"),
+        (with_value(TOPK, (2, 1), -1), ValueError, r"topk_experts\[2, 1\] is -1"),
         (with_value(TOPK, (0, 0), 1), ValueError, r"topk_experts\[0\] names expert 1 twice"),
         (TOPK[:2].copy(), ValueError, r"topk_experts has shape \(2, 2\), but it must be \(L=3, k\)"),
         (TOPK.astype(np.int64), TypeError, "topk_experts has dtype int64"),
     ],
 )
-def test_bad_choices(backend, version, topk_experts, error, message):
-    stage = opened(backend, version)
+def test_bad_choices(stage, backend, topk_experts, error, message):
     with pytest.raises(error, match=message):
         stage.backward(D_GATES, LOGITS, topk_experts)
-    with pytest.raises(error, match=message):
-        stage.load_balancing_loss(PROBS, topk_experts)
+    names = ("load_balancing_loss", "load_balancing_loss_backward")
+    for name in names if backend == "numpy" else names[:1]:
+        with pytest.raises(error, match=message):
+            getattr(stage, name)(PROBS, topk_experts)
 
 
-@every_backend
+@everywhere
 @pytest.mark.parametrize(
     ("d_gates", "error", "message"),
     [
@@ -885,23 +778,22 @@ def test_bad_choices(backend, version, topk_experts, error, message):
         (with_value(D_GATES, (0, 1), np.nan), ValueError, r"d_gates\[0, 1\] is nan"),
     ],
 )
-def test_bad_gate_gradients(backend, version, d_gates, error, message):
+def test_bad_gate_gradients(stage, d_gates, error, message):
     with pytest.raises(error, match=message):
-        opened(backend, version).backward(d_gates, LOGITS, TOPK)
+        stage.backward(d_gates, LOGITS, TOPK)
 
 
-@pytest.mark.parametrize(("backend", "version"), [("numpy", None), *HERE])
-def test_gates_of_the_unlikeliest_are_renormalised_right(backend, version):
+@everywhere
+def test_gates_of_the_unlikeliest_are_renormalised_right(stage):
     """A replayed choice may have probabilities that round to 0; their ratios do not."""
     logits, chosen = np.float32([[0.0, 1.0, -200.0, -200.0 + np.log(3.0)]]), np.int32([[2, 3]])
-    found = opened(backend, version).backward(np.float32([[1.0, -2.0]]), logits, chosen, True)
+    found = stage.backward(np.float32([[1.0, -2.0]]), logits, chosen, True)
     slope = 3.0 * 0.25 * 0.75
     assert relative_error(found, np.array([[0.0, 0.0, slope, -slope]])) <= BOUND
 
 
-@every_backend
-def test_bad_loss_gradients_and_probabilities(backend, version):
-    stage = opened(backend, version)
+@everywhere
+def test_bad_loss_gradients_and_probabilities(stage, backend):
     for name in ("d_load_balancing_loss", "d_router_z_loss"):
         with pytest.raises(ValueError, match=f"{name} is nan, but it must be finite"):
             stage.backward(D_GATES, LOGITS, TOPK, **{name: float("nan")})
@@ -911,20 +803,34 @@ def test_bad_loss_gradients_and_probabilities(backend, version):
             stage.backward(D_GATES, LOGITS, TOPK, **{name: np.ones(1, np.float32)})
     with pytest.raises(ValueError, match=r"logits\[1, 1\] is nan"):
         stage.backward(D_GATES, with_value(LOGITS, (1, 1), np.nan), TOPK)
-    with pytest.raises(TypeError, match="probs has dtype float64"):
-        stage.load_balancing_loss(PROBS.astype(np.float64), TOPK)
+    with pytest.raises(ValueError, match=r"probs\[1, 1\] is nan"):
+        stage.load_balancing_loss(with_value(PROBS, (1, 1), np.nan), TOPK)
+    unknown = np.float16 if backend == "numpy" else np.float64
+    with pytest.raises(TypeError, match=f"probs has dtype {unknown.__name__}"):
+        stage.load_balancing_loss(PROBS.astype(unknown), TOPK)
+
+
+def test_bad_gradients_of_a_loss_alone():
+    for call in (
+        lambda d_loss: reference.load_balancing_loss_backward(PROBS, TOPK, d_loss),
+        lambda d_loss: reference.router_z_loss_backward(LOGITS, d_loss),
+    ):
+        with pytest.raises(ValueError, match="d_loss is nan, but it must be finite"):
+            call(float("nan"))
+        with pytest.raises(TypeError, match="d_loss is 'much'"):
+            call("much")
 
 
 @every_version
 def test_raw_kernels_take_contiguous_rows_only(version):
     with pytest.raises(ValueError, match="argument logits of kernel softmax_top_k is not C-contiguous"):
-        opened("simt", version).forward(np.asfortranarray(make_logits(9, 5)), 2)
+        BACKENDS["simt"].open("gating", version).forward(np.asfortranarray(make_logits(9, 5)), 2)
 
 
 def test_numba_takes_rows_of_any_strides():
-    assert_right(opened("numba", None), np.asfortranarray(make_logits(9, 5)), 2)
+    assert_right(BACKENDS["numba"].open("gating"), np.asfortranarray(make_logits(9, 5)), 2)
 
 
 def test_an_unknown_version_is_refused():
     with pytest.raises(ValueError, match="unknown version of gating '2_warps'. Did you mean '2_warp'"):
-        opened("simt", "2_warps").forward(LOGITS, 2)
+        BACKENDS["simt"].open("gating", "2_warps").forward(LOGITS, 2)
