@@ -1,6 +1,7 @@
 """What a block-sparse stage must do, of any backend: structures written out by hand, products, rows, a layer."""
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -8,14 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeblaze_ref.backends.numpy_ref import block_sparse
+from moeblaze_ref.backends.numpy_ref import block_sparse as reference
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core import sparse_contracts
 from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.core.structures import PaddedBins, Topology
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import relative_error
 
 
 class Pace(NamedTuple):
@@ -26,7 +29,8 @@ class Pace(NamedTuple):
     steps: int  # of the extent that no block divides
 
 
-PACES = {"numpy": Pace(40, 6, 20), "simt": Pace(8, 3, 5), "cuda": Pace(20, 6, 40), "numba": Pace(20, 6, 40)}
+PACES = {"numpy": Pace(40, 6, 20), "simt": Pace(8, 3, 5), "cuda": Pace(20, 6, 40)}
+PACES["numba"] = PACES["cuda"] if cuda_device_count() else Pace(25, 3, 3)
 
 
 class Run(NamedTuple):
@@ -266,8 +270,8 @@ GOLDEN = {
 # [ . 0 . 1 ]
 # [ . . . . ]
 # [ 2 3 . 4 ]
-GOLDEN_MASK = np.array([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1]], bool)
-GOLDEN_TOPOLOGY = Topology(
+MASK = np.array([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1]], bool)
+TOPOLOGY = Topology(
     row_offsets=int32([0, 2, 2, 5]),
     column_indices=int32([1, 3, 0, 1, 3]),
     row_indices=int32([0, 0, 2, 2, 2]),
@@ -313,7 +317,7 @@ def assert_structures(stage, routing, block, wide):
     expert_of_row = np.repeat(np.arange(E), padded)
     np.testing.assert_array_equal(expert_of_row[bins.rows], topk_experts.ravel())
     topology = stage.build_topology(bins, wide * block)
-    assert_same(topology, block_sparse.topology_of(mask_of(topology), block))
+    assert_same(topology, reference.topology_of(mask_of(topology), block))
     expert_of_block_row, expert_of_column = expert_of_row[::block], np.repeat(np.arange(E), wide)
     np.testing.assert_array_equal(mask_of(topology), expert_of_block_row[:, None] == expert_of_column)
 
@@ -382,7 +386,7 @@ class Sparse(NamedTuple):
 
 def sparse_of(mask, block, K, dtype):
     """A matrix that stores the blocks of a mask."""
-    topology = block_sparse.topology_of(mask, block)
+    topology = reference.topology_of(mask, block)
     return Sparse(topology, positive(1, (topology.nnz, block, block), dtype), K)
 
 
@@ -485,7 +489,7 @@ def gate_gradient_in_torch(d_out, y, selection, gates):
 
 
 def assert_rows(stage, dispatch, block, d, dtype):
-    bins = block_sparse.pad(dispatch, block)
+    bins = reference.pad(dispatch, block)
     selection = bins.rows[:, None] == np.arange(bins.P)  # (R, P)
     x, y = positive(1, (bins.L, d), dtype), positive(2, (bins.P, d), dtype)
     gates, ones = positive(3, (bins.L, bins.k), np.promote_types(dtype, np.float32)), np.ones((bins.L, bins.k))
@@ -523,13 +527,34 @@ def assert_activation(stage, activation, nnz, block, dtype):
         assert_agrees(dtype, found[which], gradient(which), d_y, *inputs)
 
 
-def run_layer(stage, case, block):
-    """The experts' output and every gradient."""
+def take_step(stage, case, block):
+    """The experts' output and every gradient by name, and what the forward saved."""
     _, w1, w2, w3 = case.weights
     gates = comparisons.hidden(case)[-1]
     dispatch = build_by_sort(case.topk_experts, case.E)
     out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, block)
-    return {"out": out} | stage.backward(case.d_out, saved, w1, w2, w3)._asdict()
+    return {"out": out} | stage.backward(case.d_out, saved, w1, w2, w3)._asdict(), saved
+
+
+def run_layer(stage, case, block):
+    """The experts' output and every gradient by name."""
+    return take_step(stage, case, block)[0]
+
+
+def assert_layer_as_specified(stage, case, block, dtype):
+    """The layer gives, and saves, what the specification does in float64."""
+    case = case.astype(dtype)
+    found, saved = take_step(stage, case, block)
+    truth, expected = take_step(reference, case.astype(np.float64), block)
+    assert_same(saved.bins, expected.bins)
+    assert_same(saved.topology, expected.topology)
+    found, truth = found | saved.floats(), truth | expected.floats()
+    assert found.keys() == truth.keys()
+    for name, exact in truth.items():
+        assert (found[name] is None) == (exact is None), name
+        if exact is not None:
+            assert found[name].dtype == dtype, name
+            assert relative_error(found[name], exact) <= comparisons.BOUNDS[dtype], name
 
 
 def expect_layer(case, dtype):
@@ -570,3 +595,21 @@ def with_activation(case, activation):
     """The same numbers under another activation."""
     weights = case.weights if is_gated(activation) else case.weights._replace(w2=None)
     return replace(case, activation=activation, weights=weights)
+
+
+def checks_of(dispatch, block, d, h, dtype):
+    """Checks of a stage with the structures of one dispatch, by what they check: {name: function of the stage}."""
+    bins = reference.pad(dispatch, block)
+    topology = reference.build_topology(bins, h)
+    one = sparse_of(mask_of(topology), block, d, dtype)
+
+    def structures(stage):
+        assert_same(stage.pad(dispatch, block), bins)
+        assert_same(stage.build_topology(bins, h), topology)
+
+    return {
+        "structures": structures,
+        **{name: partial(check, one=one, parts=dispatch.E) for name, check in PRODUCTS.items()},
+        "rows": partial(assert_rows, dispatch=dispatch, block=block, d=d, dtype=dtype),
+        "activation": partial(assert_activation, activation="swiglu", nnz=topology.nnz, block=block, dtype=dtype),
+    }
