@@ -67,6 +67,11 @@ class Planted(Quick):
         return super().load(file, text=self.faulty_text, **constants, **self.constants)
 
 
+def without_barrier(comment: str, barrier: str = "__syncthreads()") -> tuple[str, str]:
+    """The barrier before a comment, and what is left without it."""
+    return f"{barrier};  // {comment}", f"// {comment}"
+
+
 def numba_with_fault(stage: str, right: str, wrong: str) -> OpenStage:
     """A stage of the Numba kernels with one fault in its text, its outputs poisoned before they are written."""
     from moeblaze_ref.backends.numba_cuda.runtime import poisoned_outputs

@@ -527,13 +527,21 @@ def assert_activation(stage, activation, nnz, block, dtype):
         assert_agrees(dtype, found[which], gradient(which), d_y, *inputs)
 
 
+def forward(stage, case, block):
+    """The output of a case's experts, and what the forward saved."""
+    dispatch, gates = build_by_sort(case.topk_experts, case.E), comparisons.gates_of(case)
+    return stage.forward(case.x, *case.weights[1:], dispatch, gates, case.activation, block)
+
+
+def backward(stage, case, saved):
+    """Every gradient."""
+    return stage.backward(case.d_out, saved, *case.weights[1:])
+
+
 def take_step(stage, case, block):
     """The experts' output and every gradient by name, and what the forward saved."""
-    _, w1, w2, w3 = case.weights
-    gates = comparisons.hidden(case)[-1]
-    dispatch = build_by_sort(case.topk_experts, case.E)
-    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, block)
-    return {"out": out} | stage.backward(case.d_out, saved, w1, w2, w3)._asdict(), saved
+    out, saved = forward(stage, case, block)
+    return {"out": out} | backward(stage, case, saved)._asdict(), saved
 
 
 def run_layer(stage, case, block):
@@ -558,27 +566,9 @@ def assert_layer_as_specified(stage, case, block, dtype):
 
 
 def expect_layer(case, dtype):
-    """As `run_layer`, by autograd."""
-    arrays = dict(
-        x=case.x, w1=case.weights.w1, w2=case.weights.w2, w3=case.weights.w3, gates=comparisons.hidden(case)[-1]
-    )
-    leaves = {
-        name: torch.tensor(np.asarray(array, np.float64)).to(
-            torch.promote_types(dtype, getattr(torch, array.dtype.name))
-        )
-        for name, array in arrays.items()
-        if array is not None
-    }
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    routing = oracle.Routing(None, None, torch.tensor(case.topk_experts).long(), leaves["gates"])
-    weights = (leaves.get(name) for name in ("w1", "w2", "w3"))
-    out = oracle.experts(leaves["x"], routing, *weights, case.activation)
-    gradients = torch.autograd.grad(
-        out, list(leaves.values()), torch.tensor(np.asarray(case.d_out, np.float64)).to(out)
-    )
-    results = {"out": out.detach()} | {f"d_{name}": d for name, d in zip(leaves, gradients, strict=True)}
-    return {name: tensor.double().numpy() for name, tensor in results.items()}
+    """As `run_layer`, by autograd; without what an ungated layer lacks."""
+    expected = comparisons.expect_block_sparse(case, dtype)
+    return expected["forward"] | expected["backward"]
 
 
 def assert_layer(stage, case, block, dtype):

@@ -3,6 +3,7 @@
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from helpers import Shape, routings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import Planted, Quick, numba_with_fault
+from planted import Planted, Quick, numba_with_fault, without_barrier
 from simulator import counted_launches, kernels_as_stated, only_simulated
 from sparse_cases import (
     GOLDEN,
@@ -29,7 +30,9 @@ from sparse_cases import (
     assert_rows,
     assert_same,
     assert_structures,
+    backward,
     checks_of,
+    forward,
     in_parts,
     int32,
     mask_of,
@@ -201,44 +204,6 @@ def test_the_activation_of_every_stored_value(activation, nnz, run):
     assert_activation(run.open(), activation, nnz, run.blocks[-1], run.dtype)
 
 
-every_case = pytest.mark.parametrize("case", standard_cases(), ids=lambda case: case.name)
-
-
-@specification
-@pytest.mark.parametrize("block", [4, 8, "h"])
-@every_case
-def test_the_layer_agrees_with_autograd(case, block, run):
-    assert_layer(run.open(), case, case.weights.w1.shape[2] if block == "h" else block, run.dtype)
-
-
-SMALL_CASES = [case for case in standard_cases() if case.L < 20]
-
-
-@pytest.mark.parametrize(
-    ("case", "run"),
-    [
-        pytest.param(case, run, id=f"{case.name}-{run}")
-        for run in RUNS
-        if run.backend == "simt"
-        for case in comparisons.extended("block_sparse", run.version, SMALL_CASES)
-    ],
-)
-def test_the_raw_layer_agrees_with_autograd(case, run):
-    """On small cases: the cross-check runs all of them."""
-    assert_layer(run.open(), case, comparisons.block_of(case), run.dtype)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@every_case
-def test_the_layer_agrees_with_autograd_under_every_activation(case, activation):
-    assert_layer(SPECIFICATION.open(), with_activation(case, activation), case.weights.w1.shape[2], "float64")
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_raw_layer_agrees_with_autograd_under_every_activation(activation):
-    assert_layer(TILED.open(), with_activation(make_case(37, 8, 16, 5, 3, "empty"), activation), 8, TILED.dtype)
-
-
 EXTREMES = [
     make_case(13, 8, 16, 4, 2, "zipf", "several experts"),
     make_case(5, 1, 1, 1, 1, name="E = d = h = 1"),
@@ -248,48 +213,59 @@ EXTREMES = [
 ]
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if 1 in run.blocks], ids=str)
-@pytest.mark.parametrize("case", EXTREMES, ids=lambda case: case.name)
-def test_blocks_of_a_single_value(case, run):
-    assert_layer(run.open(), case, 1, run.dtype)
+def layers():
+    """Yield (run, case, block size) of each layer to compare with autograd."""
+    for run, case in product(RUNS[:2], standard_cases()):
+        yield from ((run, case, block) for block in (4, 8, case.weights.w1.shape[2]))
+    small = [case for case in standard_cases() if case.L < 20]  # the cross-check runs the others
+    for run in (run for run in RUNS if run.backend == "simt"):
+        cases = comparisons.extended("block_sparse", run.version, small)
+        yield from ((run, case, comparisons.block_of(case)) for case in cases)
+    ragged = make_case(37, 8, 16, 5, 3, "empty", "ragged groups")
+    for activation in ACTIVATIONS:
+        yield TILED, with_activation(ragged, activation), 8
+        for case in standard_cases():
+            yield SPECIFICATION, with_activation(case, activation), case.weights.w1.shape[2]
+    yield from ((run, case, 1) for run in RUNS if 1 in run.blocks for case in EXTREMES)
+
+
+@pytest.mark.parametrize(
+    ("run", "case", "block"),
+    [
+        pytest.param(run, case, block, id=f"{run}-{case.name}-{case.activation}-blocks of {block}")
+        for run, case, block in layers()
+    ],
+)
+def test_the_layer_agrees_with_autograd(run, case, block):
+    assert_layer(run.open(), case, block, run.dtype)
 
 
 @every_run
 def test_a_second_backward_gives_the_same_bits_from_what_the_first_left_as_it_was(run):
     stage, block = run.open(), run.blocks[-1]
     case = make_case(37, 8, 2 * block, 5, 3, "zipf").astype(run.dtype)
-    _, w1, w2, w3 = case.weights
-    dispatch, gates = build_by_sort(case.topk_experts, case.E), comparisons.hidden(case)[-1]
-    _, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, "swiglu", block)
+    _, saved = forward(stage, case, block)
     kept = {name: np.array(tensor) for name, tensor in saved.tensors().items()}
     assert {"gates", "x_rows", "a", "b", "y_swi", "y", "slots", "transpose_indices"} <= kept.keys()
-    first, second = (stage.backward(case.d_out, saved, w1, w2, w3) for _ in range(2))
+    first, second = (backward(stage, case, saved) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one, other)
     for name, tensor in saved.tensors().items():
         np.testing.assert_array_equal(np.array(tensor), kept[name], err_msg=name)
 
 
-def forward_of(case):
-    """What the specification keeps of a case, and the arguments of its backward behind the gradient and that."""
-    _, w1, w2, w3 = case.weights
-    dispatch, gates = build_by_sort(case.topk_experts, case.E), comparisons.hidden(case)[-1]
-    _, saved = reference.forward(case.x, w1, w2, w3, dispatch, gates, "swiglu", 8)
-    return saved, (w1, w2, w3)
-
-
-def release(case, saved, weights, stage=reference):
-    return megablocks.backward(stage, case.d_out, saved, *weights, release=True)
+def release(case, saved, stage=reference):
+    return megablocks.backward(stage, case.d_out, saved, *case.weights[1:], release=True)
 
 
 def test_giving_up_changes_no_bit_and_a_second_backward_raises():
     case = make_case(37, 8, 16, 5, 3, "zipf")
-    saved, weights = forward_of(case)
-    expected, found = reference.backward(case.d_out, saved, *weights), release(case, saved, weights)
+    _, saved = forward(reference, case, 8)
+    expected, found = backward(reference, case, saved), release(case, saved)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(RuntimeError, match="an earlier backward has released what the forward kept"):
-        reference.backward(case.d_out, saved, *weights)
+        backward(reference, case, saved)
     assert saved.tensors().keys() == saved.bins.arrays().keys() | saved.topology.arrays().keys()
 
 
@@ -311,7 +287,7 @@ BORN = {"padded_gather": ("d_y",), "sdd": ("d_y_swi",), "activate_backward": ("d
 
 def test_every_buffer_dies_after_its_last_use():
     case, seen = make_case(37, 8, 16, 5, 3, "zipf"), []
-    saved, weights = forward_of(case)
+    _, saved = forward(reference, case, 8)
     born = {name: weakref.ref(array) for name, array in saved.floats().items()}
 
     def watched(name):
@@ -325,7 +301,7 @@ def test_every_buffer_dies_after_its_last_use():
         return step
 
     names = dict.fromkeys(name.split()[0] for name in ALIVE)
-    gradients = release(case, saved, weights, SimpleNamespace(**{name: watched(name) for name in names}))
+    gradients = release(case, saved, SimpleNamespace(**{name: watched(name) for name in names}))
     assert seen == [(name.split()[0], set(alive)) for name, alive in ALIVE.items()]
     assert all(array() is None for array in born.values()) and len(gradients) == 5
 
@@ -821,24 +797,25 @@ def checks_that_fail(stage):
     return failed
 
 
+OF_ROWS, OF_ACTIVATION = {"rows", "layer"}, {"activation", "layer"}
 FAULTS = {  # what goes wrong: (function, what takes its place, checks that must see it)
     "zeros: sdd": ("sdd", all_zeros, {"sdd", "sdd in parts", "layer"}),
     "zeros: dsd": ("dsd", all_zeros, {"dsd", "dsd in parts", "layer"}),
     "zeros: dds": ("dds", all_zeros, {"dds", "dds in parts", "layer"}),
-    "zeros: gather": ("padded_gather", all_zeros, {"rows", "layer"}),
-    "zeros: scatter": ("padded_scatter", all_zeros, {"rows", "layer"}),
-    "zeros: gate gradient": ("gate_gradient", all_zeros, {"rows", "layer"}),
-    "zeros: activation": ("activate", all_zeros, {"activation", "layer"}),
-    "zeros: activation backward": ("activate_backward", all_zeros, {"activation", "layer"}),
+    "zeros: gather": ("padded_gather", all_zeros, OF_ROWS),
+    "zeros: scatter": ("padded_scatter", all_zeros, OF_ROWS),
+    "zeros: gate gradient": ("gate_gradient", all_zeros, OF_ROWS),
+    "zeros: activation": ("activate", all_zeros, OF_ACTIVATION),
+    "zeros: activation backward": ("activate_backward", all_zeros, OF_ACTIVATION),
     "zeros: to_dense": ("to_dense", all_zeros, {"round trip"}),
     "zeros: from_dense": ("from_dense", all_zeros, {"round trip"}),
     "last block never computed": ("sdd", without_the_last, {"sdd", "sdd in parts", "layer"}),
     "last row never computed": ("dsd", without_the_last, {"dsd", "dsd in parts", "layer"}),
     "last part never computed": ("dds", without_the_last, {"dds", "dds in parts", "layer"}),
-    "last token never summed": ("padded_scatter", without_the_last, {"rows", "layer"}),
-    "last token without gate gradient": ("gate_gradient", without_the_last, {"rows", "layer"}),
-    "last block never activated": ("activate", without_the_last, {"activation", "layer"}),
-    "last block without gradient": ("activate_backward", without_the_last, {"activation", "layer"}),
+    "last token never summed": ("padded_scatter", without_the_last, OF_ROWS),
+    "last token without gate gradient": ("gate_gradient", without_the_last, OF_ROWS),
+    "last block never activated": ("activate", without_the_last, OF_ACTIVATION),
+    "last block without gradient": ("activate_backward", without_the_last, OF_ACTIVATION),
     "last block not stored": ("from_dense", without_the_last, {"round trip"}),
     "w2's product is w1's": ("sdd", with_the_first_rhs, {"layer"}),
     "transposed order ignored": ("_visit", with_stored_order, {"dsd", "dds", "dsd in parts", "dds in parts", "layer"}),
@@ -846,31 +823,23 @@ FAULTS = {  # what goes wrong: (function, what takes its place, checks that must
     "wrong column block": ("sdd", with_next_column_block, {"sdd", "sdd in parts", "layer"}),
     "parts below each other": ("dds", with_parts_below_each_other, {"dds in parts", "layer"}),
     "unpadded offset": ("pad", with_unpadded_rows, {"golden", "layer"}),
-    "padding not cleared": ("padded_gather", with_padding_of_ones, {"rows", "layer"}),
-    "gate forgotten": (
-        "padded_scatter",
-        lambda scatter: lambda y, bins, gates=None: scatter(y, bins),
-        {"rows", "layer"},
-    ),
-    "gate forgotten, backward": (
-        "padded_gather",
-        lambda gather: lambda x, bins, gates=None: gather(x, bins),
-        {"rows", "layer"},
-    ),
+    "padding not cleared": ("padded_gather", with_padding_of_ones, OF_ROWS),
+    "gate forgotten": ("padded_scatter", lambda scatter: lambda y, bins, gates=None: scatter(y, bins), OF_ROWS),
+    "gate forgotten, backward": ("padded_gather", lambda gather: lambda x, bins, gates=None: gather(x, bins), OF_ROWS),
     "gates of another slot": (
         "padded_scatter",
         lambda scatter: lambda y, bins, gates=None: scatter(y, bins, None if gates is None else gates[:, ::-1]),
-        {"rows", "layer"},
+        OF_ROWS,
     ),
     "another token's row": (
         "padded_gather",
         lambda gather: lambda x, bins, gates=None: gather(np.roll(x, 1, axis=0), bins, gates),
-        {"rows", "layer"},
+        OF_ROWS,
     ),
     "gradients of a and b exchanged": (
         "activate_backward",
         lambda backward: lambda *args: backward(*args)[::-1],
-        {"activation", "layer"},
+        OF_ACTIVATION,
     ),
     "transpose indices as they lie": ("build_topology", with_transpose_indices_as_they_lie, {"golden"}),
     "transpose indices of a mask as they lie": ("topology_of", with_transpose_indices_as_they_lie, {"mask"}),
@@ -1295,9 +1264,7 @@ FAULTS_IN_RAW_CUDA = {  # file: {what goes wrong: (text that stands there, text 
             "return b(r, side, p); });\n        __syncthreads();",
             "return b(r, side, p); });", multiplied("sdd", *EVEN),
         ),
-        "no barrier after the product": (
-            "        __syncthreads();  // all have read", "        // all have read", multiplied("dsd", *EVEN),
-        ),
+        "no barrier after the product": (*without_barrier("all have read"), multiplied("dsd", *EVEN)),
         "transpose indices ignored": (
             "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", multiplied("dds", *EVEN),
         ),
@@ -1345,10 +1312,7 @@ FAULTS_IN_RAW_CUDA = {  # file: {what goes wrong: (text that stands there, text 
         "copies not awaited": (
             "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();", multiplied("sdd", *TALL),
         ),
-        "missing barrier": (
-            "        __syncthreads();  // the next stage has arrived",
-            "        // the next stage has arrived", multiplied("sdd", *TALL),
-        ),
+        "missing barrier": (*without_barrier("the next stage has arrived"), multiplied("sdd", *TALL)),
         "second tile of K is the first": (
             "first_column = blockIdx.y * TILE_COLUMNS;", "first_column = 0;", multiplied("dsd", *TALL),
         ),

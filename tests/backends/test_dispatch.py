@@ -9,7 +9,7 @@ from headers import assert_as_stated, evaluate, stated
 from helpers import assert_invariants, assert_same_dispatch, routings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planted import Planted, Quick, numba_with_fault
+from planted import Planted, Quick, numba_with_fault, without_barrier
 from simulator import counted_launches, kernels_as_stated, only_simulated
 
 from moeblaze_ref.backends.numpy_ref import dispatch as reference
@@ -434,10 +434,7 @@ IN_BLOCK_SCANS = {
         "= below_in_warp + value;\n    __syncthreads();",
         "= below_in_warp + value;",
     ),
-    "missing barrier before the totals are written again": (
-        "    __syncthreads();  // warp_totals may",
-        "    // warp_totals may",
-    ),
+    "missing barrier before the totals are written again": without_barrier("warp_totals may"),
 }
 IN_BOTH_MAPS = {
     "writes zeros": ("expert_token_indices[position] = token;", "expert_token_indices[position] = 0;"),
@@ -495,10 +492,7 @@ FAULTS = {
         "upper bits first": ("__popc(bits & (lowest - 1));", "__popc(bits & ~lowest & -lowest);"),
         "drops a word's last bit": ("left != 0;", "(left & (left - 1)) != 0;"),
         "missing barrier after clearing the words": ("words[word] = 0;\n    __syncthreads();", "words[word] = 0;"),
-        "missing barrier before the words are written out": (
-            "    __syncthreads();  // the words are",
-            "    // the words are",
-        ),
+        "missing barrier before the words are written out": without_barrier("the words are"),
     },
     "3_single_pass": {
         **IN_BLOCK_SCANS,
@@ -524,26 +518,11 @@ FAULTS = {
         "leaves out a team": ("rows += counts_of_expert[", "rows += team == 0 ? 0 : counts_of_expert["),
         "counts not cleared": ("counts[i] = 0;", ";"),
         "token of the tile, not of all": ("first_token + here.token", "here.token"),
-        "missing barrier after clearing the counts": (
-            "    __syncthreads();  // the counts are zeros",
-            "    // the counts are zeros",
-        ),
-        "missing barrier between a team's tokens": (
-            "        __syncwarp();  // the team's next",
-            "        // the team's next",
-        ),
-        "missing barrier before the teams' counts are added up": (
-            "    __syncthreads();  // every team has counted",
-            "    // every team has counted",
-        ),
-        "missing barrier before the places are read": (
-            "    __syncthreads();  // every expert and team",
-            "    // every expert and team",
-        ),
-        "missing barrier before the rows are written out": (
-            "    __syncthreads();  // the rows lie",
-            "    // the rows lie",
-        ),
+        "missing barrier after clearing the counts": without_barrier("the counts are zeros"),
+        "missing barrier between a team's tokens": without_barrier("the team's next", "__syncwarp()"),
+        "missing barrier before the teams' counts are added up": without_barrier("every team has counted"),
+        "missing barrier before the places are read": without_barrier("every expert and team"),
+        "missing barrier before the rows are written out": without_barrier("the rows lie"),
     },
 }
 # (choices, experts): several tiles of tokens in every version, several turns of experts

@@ -9,7 +9,7 @@ import torch
 from headers import assert_as_stated, stated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planted import Planted, Quick, numba_with_fault
+from planted import Planted, Quick, numba_with_fault, without_barrier
 from simulator import counted_launches, kernels_as_stated, only_simulated
 
 from moeblaze_ref.backends.numpy_ref import gating as reference
@@ -586,7 +586,7 @@ FAULTS = {
         "a list has no end": ("lists.sorted[PER_LANE][lane_id()] = {EXHAUSTED, 0};", ""),
         "every lane takes the head of its own list": ("== warp_max(head.ordered);", "== head.ordered;"),
         "every choice in the same place": ("lists.chosen[j] = head;", "lists.chosen[0] = head;"),
-        "missing barrier after the choices": ("    __syncwarp();  // the choices", "    // the choices"),
+        "missing barrier after the choices": without_barrier("the choices", "__syncwarp()"),
         "every warp has the same lists": ("lists_of_warps[warp_id()]", "lists_of_warps[0]"),
         "gates are never renormalised": ("RENORMALIZE ? 1.0f / warp_sum(weight) : scale", "scale"),
         "peak of a lane alone": ("return warp_max(peak);", "return peak;"),
@@ -595,7 +595,7 @@ FAULTS = {
         "nothing for who was not chosen": ("RENORMALIZE ? z : z - mean", "z"),
         "renormalised gates are those of the whole row": ("gate = weight / warp_sum(weight);", ""),
         "the chosen get nothing of the losses": ("= of_losses + gate", "= gate"),
-        "missing barrier before the chosen are written": ("    __syncwarp();  // the chosen", "    // the chosen"),
+        "missing barrier before the chosen are written": without_barrier("the chosen", "__syncwarp()"),
         "mean of a lane alone": ("warp_sum(lane_dot(row, share))", "lane_dot(row, share)"),
         "unscaled balancing gradient": ("E * per_token * ", ""),
         "unscaled z-gradient": ("2.0f * per_token * ", ""),
@@ -609,7 +609,7 @@ FAULTS = {
     "0_sums": {
         "histograms not cleared": ("histogram[e] = 0;", ";"),
         "missing barrier after clearing": ("    __syncwarp();\n    const", "    const"),
-        "missing barrier between tokens": ("        __syncwarp();  // the next", "        // the next"),
+        "missing barrier between tokens": without_barrier("the next", "__syncwarp()"),
         "missing barrier before adding up": ("    __syncthreads();\n    for (int e", "    for (int e"),
         "a choice too few": ("if (lane_id() < k)", "if (lane_id() < k - 1)"),
         "drops the last token": ("token < end; ++token", "token < end - 1; ++token"),
