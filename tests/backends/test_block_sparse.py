@@ -1199,6 +1199,7 @@ def parts(kernel):
     return lambda stage: PRODUCTS[kernel](stage, sparse_of(np.tile(MASK, 2), 128, 72, "float16"), parts=2)
 
 
+IN_STORED_ORDER = "BY_COLUMN ? order[first + i] : first + i;", "first + i;"
 FAULTS_IN_RAW_CUDA = {  # file: {what goes wrong: (text that stands there, text in its place, what must see it)}
     STRUCTURES: {
         "bins: not padded": ("(rows + BLOCK - 1) / BLOCK * BLOCK", "rows", structures),
@@ -1224,9 +1225,7 @@ FAULTS_IN_RAW_CUDA = {  # file: {what goes wrong: (text that stands there, text 
         "gate gradient: of the next row": ("(long long)rows[slot] * d;", "(long long)(rows[slot] ^ 1) * d;", rows),
         "gate gradient: of another token": ("d_out + slot / k * d;", "d_out + slot % k * d;", rows),
         "gate gradient: of one lane": ("sum = warp_sum(sum);", ";", rows),
-        "gate gradient: last slot left out": (
-            "if (slot >= R) return;\n    const Scalar", "if (slot >= R - 1) return;\n    const Scalar", rows,
-        ),
+        "gate gradient: last slot left out": ("if (slot >= R) return;\n", "if (slot >= R - 1) return;\n", rows),
     },
     COMBINE: {
         "scatter: unscaled gate": ("return gates[slot];", "return 1.0f;", rows),
@@ -1235,45 +1234,26 @@ FAULTS_IN_RAW_CUDA = {  # file: {what goes wrong: (text that stands there, text 
         "scatter: zeros": ("return 1.0f;", "return 0.0f;", rows),
     },
     HIDDEN: {
-        "activation: without b": (
-            "hidden_activation(to_float(a_pack.elements[i]), to_float(b_pack.elements[i]))",
-            "hidden_activation(to_float(a_pack.elements[i]), 1.0f)", hidden,
-        ),
+        "activation: without b": (".elements[i]), to_float(b_pack.elements[i]))", ".elements[i]), 1.0f)", hidden),
         "activation: gradient of b not stored": ("if (GATED) store_pack(d_b + at, d_b_pack);", "", hidden),
         "activation: last pack left out": ("if (at >= values) return;", "if (at >= values - PACK) return;", hidden),
     },
     NAIVE_FILE: {
         "last block left out": ("i < blocks.count;", "i < blocks.count - 1;", multiplied("dsd", *ODD)),
-        "transpose indices ignored": (
-            "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", multiplied("dsd", *ODD, **TURNED),
-        ),
-        "block not transposed": (
-            "TRANSPOSE_LHS ? p * BLOCK + line : line * BLOCK + p",
-            "line * BLOCK + p", multiplied("dsd", *ODD, **TURNED),
-        ),
+        "transpose indices ignored": (*IN_STORED_ORDER, multiplied("dsd", *ODD, **TURNED)),
+        "block not transposed": ("TRANSPOSE_LHS ? p * BLOCK + line : line", "line", multiplied("dsd", *ODD, **TURNED)),
         "last of the depth left out": ("p < K; ++p", "p < K - 1; ++p", multiplied("sdd", *ODD)),
-        "last block never computed": (
-            "(long long)nnz * BLOCK", "(long long)(nnz - 1) * BLOCK", multiplied("sdd", *ODD),
-        ),
+        "last block never computed": ("(long long)nnz *", "(long long)(nnz - 1) *", multiplied("sdd", *ODD)),
         "parts below each other": (
             "result[Dense{nullptr, K, width}.at(row, column)]", "result[index]", multiplied("dds", *ODD, parts=2),
         ),
     },
     TILED_FILE: {
-        "no barrier before the product": (
-            "return b(r, side, p); });\n        __syncthreads();",
-            "return b(r, side, p); });", multiplied("sdd", *EVEN),
-        ),
+        "no barrier before the product": (");\n        __syncthreads();", ");", multiplied("sdd", *EVEN)),
         "no barrier after the product": (*without_barrier("all have read"), multiplied("dsd", *EVEN)),
-        "transpose indices ignored": (
-            "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", multiplied("dds", *EVEN),
-        ),
-        "columns beyond the block stored": (
-            "if (i < BLOCK && j < BLOCK) block", "if (i < BLOCK) block", multiplied("sdd", *EVEN),
-        ),
-        "lines beyond the block stored": (
-            "if (i < BLOCK && j < K) result", "if (j < K) result", multiplied("dsd", *EVEN),
-        ),
+        "transpose indices ignored": (*IN_STORED_ORDER, multiplied("dds", *EVEN)),
+        "columns beyond the block stored": ("if (i < BLOCK && j < BLOCK)", "if (i < BLOCK)", multiplied("sdd", *EVEN)),
+        "lines beyond the block stored": ("(i < BLOCK && j < K) result", "(j < K) result", multiplied("dsd", *EVEN)),
         "second part of a block is the first": (
             "blockIdx.y % PARTS * TILE;\n    const long long row",
             "0;\n    const long long row", multiplied("sdd", "float32", 72, 5),
@@ -1281,54 +1261,25 @@ FAULTS_IN_RAW_CUDA = {  # file: {what goes wrong: (text that stands there, text 
         "last block left out": ("n < blocks.count;", "n < blocks.count - 1;", multiplied("dsd", *EVEN)),
     },
     MMA_FILE: {
-        "columns beyond the block stored": (
-            "lines, columns, BLOCK);", "lines, TILE_COLUMNS, BLOCK);", multiplied("sdd", *SMALL),
-        ),
-        "lines beyond the block stored": (
-            "+ first_column, lines, columns, K);", "+ first_column, TILE_ROWS, columns, K);", multiplied("dsd", *SMALL),
-        ),
-        "columns beyond the block of dds stored": (
-            "store_tile(sums, target, lines, columns, width);",
-            "store_tile(sums, target, lines, TILE_COLUMNS, width);", multiplied("dds", *SMALL),
-        ),
-        "last block left out": (
-            "depth = blocks.count * BLOCK, count",
-            "depth = (blocks.count - 1) * BLOCK, count", multiplied("dsd", *SMALL),
-        ),
-        "transpose indices ignored": (
-            "return BY_COLUMN ? order[first + i] : first + i;",
-            "return first + i;", multiplied("dsd", *SMALL, **TURNED),
-        ),
-        "first block for all": (
-            "(OTHER ? blocks.other(i) : blocks.number(i))",
-            "(OTHER ? blocks.other(0) : blocks.number(i))", multiplied("dsd", *SMALL),
-        ),
-        "place in the block forgotten": (
-            "* BLOCK + at % BLOCK) : nullptr;", "* BLOCK) : nullptr;", multiplied("dds", *TALL),
-        ),
-        "next line of a block row": (
-            "* BLOCK + number) * BLOCK + at", "* BLOCK + number / 2) * BLOCK + at", multiplied("dsd", *SMALL),
-        ),
-        "copies not awaited": (
-            "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();", multiplied("sdd", *TALL),
-        ),
+        "columns beyond the block stored": (", columns, BLOCK", ", TILE_COLUMNS, BLOCK", multiplied("sdd", *SMALL)),
+        "lines beyond the block stored": (", lines, columns, K", ", TILE_ROWS, columns, K", multiplied("dsd", *SMALL)),
+        "columns beyond the block of dds stored": ("columns, width", "TILE_COLUMNS, width", multiplied("dds", *SMALL)),
+        "last block left out": ("= blocks.count * BLOCK,", "= (blocks.count - 1) * BLOCK,", multiplied("dsd", *SMALL)),
+        "transpose indices ignored": (*IN_STORED_ORDER, multiplied("dsd", *SMALL, **TURNED)),
+        "first block for all": ("? blocks.other(i) : blocks", "? blocks.other(0) : blocks", multiplied("dsd", *SMALL)),
+        "place in the block forgotten": ("BLOCK + at % BLOCK) : nullptr", "BLOCK) : nullptr", multiplied("dds", *TALL)),
+        "next line of a block row": ("* BLOCK + number", "* BLOCK + number / 2", multiplied("dsd", *SMALL)),
+        "copies not awaited": ("cp_async_wait<STAGES - 2>()", "cp_async_wait<STAGES - 1>()", multiplied("sdd", *TALL)),
         "missing barrier": (*without_barrier("the next stage has arrived"), multiplied("sdd", *TALL)),
-        "second tile of K is the first": (
-            "first_column = blockIdx.y * TILE_COLUMNS;", "first_column = 0;", multiplied("dsd", *TALL),
-        ),
+        "second tile of K is the first": ("= blockIdx.y * TILE_COLUMNS;", "= 0;", multiplied("dsd", *TALL)),
     },
     HOPPER_FILE: {
         "last block left out": (
             "blocks.count * STEPS_OF_BLOCK}", "(blocks.count - 1) * STEPS_OF_BLOCK}", multiplied("dsd", *WHOLE),
         ),
-        "a block again in place of the next": (
-            "if (p == 0) read(i + 1);", "if (p == 0) read(i);", multiplied("dsd", *WHOLE),
-        ),
+        "a block again in place of the next": ("(p == 0) read(i + 1);", "(p == 0) read(i);", multiplied("dsd", *WHOLE)),
         "next block too early": ("if (p == 0) number =", "number =", multiplied("dsd", *WHOLE)),
-        "transpose indices ignored": (
-            "return BY_COLUMN ? order[first + i] : first + i;",
-            "return first + i;", multiplied("dsd", *WHOLE, **TURNED),
-        ),
+        "transpose indices ignored": (*IN_STORED_ORDER, multiplied("dsd", *WHOLE, **TURNED)),
         "what a block meets by its number": (
             "tile.blocks.others[next_number];", "next_number;", multiplied("dds", *WHOLE),
         ),
@@ -1341,31 +1292,21 @@ FAULTS_IN_RAW_CUDA = {  # file: {what goes wrong: (text that stands there, text 
         "expects A alone": ("A_BYTES + B_BYTES);", "A_BYTES);", multiplied("sdd", *WHOLE)),
         "second half as the first": ("= tile.column + half * HALF;", "= tile.column;", multiplied("sdd", *WHOLE)),
         "a block beyond the row stored": ("i < tile.blocks.count ? HALF : 0", "HALF", multiplied("sdd", *WHOLE)),
-        "columns beyond K stored": (
-            "width, TILE_ROWS, width - column);", "width, TILE_ROWS, HALF);", multiplied("dsd", *WHOLE),
-        ),
+        "columns beyond K stored": (", TILE_ROWS, width - column", ", TILE_ROWS, HALF", multiplied("dsd", *WHOLE)),
         "every band begins anew": ("number -= high * wide;", ";", multiplied("dsd", *WHOLE)),
-        "band as wide as its first row": (
-            "wide = max(wide, width(top + i));", "wide = width(top);", multiplied("sdd", *WHOLE),
-        ),
+        "band as wide as its first row": ("= max(wide, width(top + i));", "= width(top);", multiplied("sdd", *WHOLE)),
         "a short row ends the walk": (
             "if (tile.column < blocks.count * SIDE) return true;",
             "return tile.column < blocks.count * SIDE;", multiplied("sdd", *WHOLE),
         ),
-        "last step of the depth left out": (
-            "(K + TILE_DEPTH - 1) / TILE_DEPTH, {{row", "K / TILE_DEPTH, {{row", multiplied("sdd", *WHOLE),
-        ),
+        "last step of the depth left out": ("(K + TILE_DEPTH - 1) /", "K /", multiplied("sdd", *WHOLE)),
         "not turned": ("stmatrix_x4_transposed(&finished", "stmatrix_x4(&finished", multiplied("dds", *WHOLE)),
-        "turned beyond K": (
-            "place, width, K - column, TILE_ROWS);", "place, width, HALF, TILE_ROWS);", multiplied("dds", *WHOLE),
-        ),
+        "turned beyond K": (", width, K - column, TILE_ROWS", ", width, HALF, TILE_ROWS", multiplied("dds", *WHOLE)),
         "upper half of a block twice": (
             "row % TILES_DOWN * TILE_ROWS, column * TILE_COLUMNS,\n",
             "0, column * TILE_COLUMNS,\n", multiplied("dsd", *HALVED),
         ),
-        "upper half of a stored block twice": (
-            "first + i) * SIDE + tile.line) * SIDE", "first + i) * SIDE) * SIDE", multiplied("sdd", *HALVED),
-        ),
+        "upper half of a stored block twice": ("* SIDE + tile.line", "* SIDE", multiplied("sdd", *HALVED)),
         "first part of rhs for all": ("parts[half] = column / part;", "parts[half] = 0;", parts("sdd")),
         "first part of the depth for all": ("depth % part, depth / part);", "depth % part, 0);", parts("dsd")),
         "parts of the result below each other": (
@@ -1533,43 +1474,22 @@ FAULTS_IN_NUMBA = {  # what sees it: {what goes wrong: (text in the module, what
         "pad: one block too many": ("(rows + block - 1) // block", "(rows + block) // block"),
         "pad: no padding": ("(rows + block - 1) // block * block", "rows"),
         "pad: padding not marked": ("slots[row] = EMPTY", "pass"),
-        "pad: last padding row left out": (
-            "range(first, padded_offsets[expert + 1], THREADS)",
-            "range(first, padded_offsets[expert + 1] - 1, THREADS)",
-        ),
-        "pad: wrong expert": (
-            "expert = token_expert_indices[slot]",
-            "expert = padded_offsets.shape[0] - 2 - token_expert_indices[slot]",
-        ),
+        "pad: last padding row left out": (", padded_offsets[expert + 1],", ", padded_offsets[expert + 1] - 1,"),
+        "pad: wrong expert": ("token_expert_indices[slot]", "padded_offsets.shape[0] - 2 - token_expert_indices[slot]"),
         "pad: rows stale": ("rows[slot] = row", "pass"),
         "pad: slots of tokens": ("slots[row] = slot", "slots[row] = slot // 2"),
         "pad: last slot dropped": ("if slot < rows.shape[0]:", "if slot < rows.shape[0] - 1:"),
-        "topology: columns of the first expert": (
-            "column_indices[first + here] = expert * wide + column",
-            "column_indices[first + here] = column",
-        ),
+        "topology: columns of the first expert": ("[first + here] = expert * wide + column", "[first + here] = column"),
         "topology: rows of the expert": ("= first_row + row\n", "= row\n"),
-        "topology: blocks not transposed": (
-            "transpose_indices[first + column * rows + row]",
-            "transpose_indices[first + here]",
-        ),
-        "topology: transposed without the experts before": (
-            "transpose_indices[first + column * rows + row] = first + here",
-            "transpose_indices[first + column * rows + row] = here",
-        ),
+        "topology: blocks not transposed": ("[first + column * rows + row]", "[first + here]"),
+        "topology: transposed without the experts before": ("* rows + row] = first + here", "* rows + row] = here"),
         "topology: first blocks only": ("rows * wide, THREADS)", "min(rows * wide, 2), THREADS)"),
         "topology: no first offsets": ("column_offsets[0] = 0", "pass"),
         "topology: offsets of rows off by one": ("= (row + 1) * wide", "= row * wide"),
-        "topology: offsets of columns of the expert": (
-            "first_row * wide + (column + 1) * (end_row - first_row)",
-            "(column + 1) * (end_row - first_row)",
-        ),
+        "topology: offsets of columns of the expert": ("first_row * wide + (column + 1) *", "(column + 1) *"),
     },
     "rows": {
-        "gather: padding stale": (
-            "            rows[row, column] = value",
-            "            if slot != EMPTY:\n                rows[row, column] = value",
-        ),
+        "gather: padding stale": ("rows[row, column] =", "if slot != EMPTY:\n                rows[row, column] ="),
         "gather: zeros": ("value = x[slot // k, column]", "value = ZERO"),
         "gather: slot for token": ("x[slot // k, column]", "x[slot % x.shape[0], column]"),
         "gather: last row dropped": ("if row < num_rows:", "if row < num_rows - 2:"),
@@ -1589,27 +1509,15 @@ FAULTS_IN_NUMBA = {  # what sees it: {what goes wrong: (text in the module, what
         "sdd: wrong block row": ("row_indices[number] * block + i", "row_indices[0] * block + i"),
         "sdd: wrong expert": ("column_indices[number] * block + j", "column_indices[nnz - 1 - number] * block + j"),
         "sdd: blocks transposed": ("values[number, i, j] = total", "values[number, j, i] = total"),
-        "dense: first part only": (
-            "dense[column // columns, row, column % columns]",
-            "dense[0, row, column % columns]",
-        ),
+        "dense: first part only": ("[column // columns, row, column % columns]", "[0, row, column % columns]"),
         "dense: wrong columns of a transpose": ("row, column = column, row", "row, column = column, row // 2"),
     },
     "dsd": {
-        "dense: parts of a transpose": (
-            "dense[column // columns, row, column % columns]",
-            "dense[0, row, column % columns]",
-        ),
-        "dot: last block dropped": (
-            "range(offsets[line], offsets[line + 1])",
-            "range(offsets[line], offsets[line + 1] - 1)",
-        ),
+        "dense: parts of a transpose": ("[column // columns, row, column % columns]", "[0, row, column % columns]"),
+        "dot: last block dropped": ("(offsets[line], offsets[line + 1])", "(offsets[line], offsets[line + 1] - 1)"),
         "dot: half a block": ("for t in range(block):", "for t in range(block // 2):"),
         "dot: blocks transposed": ("else values[number, i, t]", "else values[number, t, i]"),
-        "dot: blocks of the transpose as they lie": (
-            "values[number, t, i] if transpose_sparse",
-            "values[number, i, t] if transpose_sparse",
-        ),
+        "dot: blocks of the transpose as they lie": ("values[number, t, i] if", "values[number, i, t] if"),
         "dot: no transpose indices": ("transpose_indices[place] if transpose_sparse", "place if transpose_sparse"),
         "dot: wrong rows of the dense matrix": ("first = indices[number] * block", "first = line % 2 * block"),
         "dsd: last row dropped": ("if row < rows:", "if row < rows - 1:"),
@@ -1622,10 +1530,7 @@ FAULTS_IN_NUMBA = {  # what sees it: {what goes wrong: (text in the module, what
     },
     "activation": {
         "activate: no gate": ("y *= b[number, i, j]", "pass"),
-        "activate: last block dropped": (
-            "if number < nnz:\n            y = ",
-            "if number < nnz - 1:\n            y = ",
-        ),
+        "activate: last block dropped": ("if number < nnz:\n            y =", "if number < nnz - 1:\n            y ="),
         "activate backward: d_b stale": ("d_b[number, i, j] = d_value * act(a_value)", "pass"),
         "activate backward: d_b without act": ("d_value * act(a_value)", "d_value"),
         "activate backward: slope left out": ("b[number, i, j] * slope(a_value)", "b[number, i, j]"),

@@ -256,10 +256,7 @@ def test_numbas_build_checks_its_input_once(numba_dispatch, monkeypatch):
 
 FAULTS_IN_NUMBA = {  # what sees them: {what goes wrong: (text in the module, what takes its place)}
     "build": {
-        "maps to the next expert": (
-            "dense_map[token, topk_experts[token, j]] = token",
-            "dense_map[token, (topk_experts[token, j] + 1) % num_experts] = token",
-        ),
+        "maps to the next expert": (", topk_experts[token, j]", ", (topk_experts[token, j] + 1) % num_experts"),
         "counts the first tile only": ("range(thread, dense_map.shape[0], THREADS)", "range(thread, THREADS, THREADS)"),
         "offset off by one": ("offsets[expert] = start + before", "offsets[expert] = start + before + (expert == 1)"),
         "no last offset": ("offsets[num_experts] = start", "pass"),
@@ -430,10 +427,7 @@ def test_what_is_read_or_written_in_a_row_fills_its_sectors(version):
 # name: (text in the kernel file or in common.cuh or dispatch.cuh, what takes its place)
 IN_BLOCK_SCANS = {
     "inclusive scan": ("return inclusive - value;", "return inclusive;"),
-    "missing barrier before the totals are read": (
-        "= below_in_warp + value;\n    __syncthreads();",
-        "= below_in_warp + value;",
-    ),
+    "missing barrier before the totals are read": ("+ value;\n    __syncthreads();", "+ value;"),
     "missing barrier before the totals are written again": without_barrier("warp_totals may"),
 }
 IN_BOTH_MAPS = {
