@@ -1,6 +1,6 @@
 """relu's backward from y_swi alone: the same bits as from a, in numpy and every version of the raw CUDA kernels.
 
-The Numba kernels are compared in test_numba_experts.
+The Numba kernels are compared in test_layer_backends.
 """
 
 import numpy as np

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import Shape
-from test_numba_experts import layer_errors, run_layer
+from test_layer_backends import layer_errors, run_layer
 
 from moeblaze_ref.backends.numba_cuda import layer
 from moeblaze_ref.core.config import POLICIES
