@@ -1,5 +1,6 @@
 """What a kernel file's header states, so that tests can compare it with what is counted."""
 
+import math
 from typing import NamedTuple
 
 from moeblaze_ref.core.kernel_headers import evaluate, table
@@ -24,6 +25,6 @@ def stated(file):
 
 def assert_as_stated(launch, headers, symbols):
     """The bytes that the threads of a launch ask for are those that its kernel's header states."""
-    header = headers[launch.kernel]
+    header, symbols = headers[launch.kernel], {"blocks": math.prod(launch.grid)} | symbols
     assert launch.read_bytes == evaluate(header.read, symbols), f"{launch.kernel} reads {header.read}"
     assert launch.written_bytes == evaluate(header.written, symbols), f"{launch.kernel} writes {header.written}"

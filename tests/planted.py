@@ -1,5 +1,6 @@
 """Kernels for tests that ask whether a result is right, not what it cost; and kernels with a planted fault."""
 
+import importlib
 import inspect
 import math
 from collections.abc import Iterator
@@ -72,16 +73,30 @@ def without_barrier(comment: str, barrier: str = "__syncthreads()") -> tuple[str
     return f"{barrier};  // {comment}", f"// {comment}"
 
 
-def numba_with_fault(stage: str, right: str, wrong: str) -> OpenStage:
-    """A stage of the Numba kernels with one fault in its text, its outputs poisoned before they are written."""
-    from moeblaze_ref.backends.numba_cuda.runtime import poisoned_outputs
-
-    module = BACKENDS["numba"].stage(stage)
+def faulty_module(module: ModuleType, right: str, wrong: str) -> ModuleType:
+    """A module of Python with one fault in its text."""
     text = inspect.getsource(module)
-    assert right in text, f"the Numba kernels of {stage} no longer hold {right!r}: update the fault"
+    assert right in text, f"{module.__name__} no longer holds {right!r}: update the fault"
     faulty = ModuleType(module.__name__)
     exec(compile(text.replace(right, wrong), module.__name__, "exec"), vars(faulty))
-    return OpenStage(faulty, poisoned_outputs, np.asarray, np.asarray, {})
+    return faulty
+
+
+def numba_with_fault(stage: str, right: str, wrong: str) -> OpenStage:
+    """A stage of the Numba kernels with one fault in its text."""
+    return opened_numba(faulty_module(stage_module("numba", stage), right, wrong))
+
+
+def stage_module(backend: str, stage: str) -> ModuleType:
+    """The module of a stage, or of the activation, in a backend's package."""
+    return importlib.import_module(f"{BACKENDS[backend].package}.{stage}")
+
+
+def opened_numba(module: ModuleType, moved=np.asarray) -> OpenStage:
+    """Functions of Numba kernels, with every array moved first and every output poisoned before it is written."""
+    from moeblaze_ref.backends.numba_cuda.runtime import poisoned_outputs
+
+    return OpenStage(module, poisoned_outputs, moved, np.asarray, {})
 
 
 @dataclass
