@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import Account, uniform_counts
@@ -51,7 +50,9 @@ def measured(one: Account, device: str = "cpu") -> Measured:
         return Measured(one, None, remark)
     config, dtype = one.config, getattr(torch, one.config.dtype)
     x = torch.randn(config.L, config.d, device=device, dtype=dtype, requires_grad=True)
-    layer = _layer_of(one, device, dtype)
+    name, options = LAYERS[one.system]
+    make = system(name, renormalize=one.assumptions.renormalize, device=device, dtype=dtype, **options(one))
+    layer = make(config.d, config.h, config.E, config.k, config.activation)
     if one.system == "conventional":  # keeps as much of any routing
         return Measured(one, measure.kept_bytes(layer, x), "")
     routing = measure.routing_of(one.assumptions.counts or uniform_counts(config), config.k).to(device)
@@ -81,9 +82,3 @@ def forward_flops(one: Account) -> int:
     outputs = {tensor.name: math.prod(tensor.shape) for tensor in one.tensors}  # d of each row
     projections = 3 if one.config.gated else 2
     return 2 * projections * one.config.h * outputs.get("y_rows", outputs["y"])
-
-
-def _layer_of(one: Account, device: str, dtype: torch.dtype) -> nn.Module:
-    config, (name, options) = one.config, LAYERS[one.system]
-    make = system(name, renormalize=one.assumptions.renormalize, device=device, dtype=dtype, **options(one))
-    return make(config.d, config.h, config.E, config.k, config.activation)

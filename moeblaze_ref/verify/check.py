@@ -323,17 +323,12 @@ def plan_gradients(backends: Iterable[str] = tuple(LAYER_DEVICES)) -> list[Calla
     asked = [_backend(checks.check_name("backend of the torch layer", name, LAYER_DEVICES)) for name in backends]
     jobs: list[Callable[[], Iterable[Row]]] = []
     for backend in asked:
-        for layer in layers_of(backend):
+        for layer in (name for name, one in comparisons.TORCH_LAYERS.items() if backend.name in one.backends):
             if not backend.status().available:
                 jobs.append(functools.partial(list, [unavailable(backend, layer)]))
             else:
                 jobs += _plan_layer(backend, layer)
     return jobs
-
-
-def layers_of(backend: Backend) -> list[str]:
-    """Names of the torch layers that a backend runs."""
-    return [name for name, layer in comparisons.TORCH_LAYERS.items() if backend.name in layer.backends]
 
 
 def _plan_layer(backend: Backend, layer: str) -> list[Callable[[], Iterable[Row]]]:

@@ -482,12 +482,8 @@ def extended(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
 def fitting(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
     """Return those of the cases that a version of a stage can run."""
     if (stage, version) == ("block_sparse", gemm.HOPPER):
-        return [*filter(_in_whole_tiles, cases)]
+        return [case for case in cases if block_of(case) % block_sparse.HOPPER_BLOCK == 0]
     return cases
-
-
-def _in_whole_tiles(case: Case) -> bool:
-    return block_of(case) % block_sparse.HOPPER_BLOCK == 0
 
 
 def turn(stage: str, version: str | None, case: Case) -> int:
@@ -549,18 +545,14 @@ def kept(case: Case, topk_experts: np.ndarray, gates: np.ndarray) -> Kept:
         "by_arrival": lambda slot: (slot % k, slot // k),
     }[case.drop_policy]
     queues = [sorted(np.flatnonzero(chosen == expert), key=claim) for expert in range(case.E)]
-    C = _rows_of_an_expert(case, max(map(len, queues)))
+    C = max(map(len, queues))
+    if case.capacity_factor != MAX:
+        C = math.ceil(Fraction(str(case.capacity_factor)) * case.L * k / case.E)
     slots, rows = np.full((case.E, C), EMPTY, np.int32), np.full(chosen.size, EMPTY, np.int32)
     for expert, queue in enumerate(queues):
         for place, slot in enumerate(queue[:C]):
             slots[expert, place], rows[slot] = slot, expert * C + place
     return Kept(CapacityBins(slots, rows, k), (rows != EMPTY).reshape(case.L, k))
-
-
-def _rows_of_an_expert(case: Case, longest: int) -> int:
-    if case.capacity_factor == MAX:
-        return longest
-    return math.ceil(Fraction(str(case.capacity_factor)) * case.L * case.k / case.E)
 
 
 def dropped_by_definition(case: Case, mask: np.ndarray) -> tuple[int, int, np.ndarray]:

@@ -187,12 +187,8 @@ def _number(backend: str, stage: str, kernel: str, option: Option, value: str, f
 
 def _never(backend: str, stage: str, kernel: str, option: str, value: str) -> str:
     """Why no check of a kernel file has this value; empty if one must."""
-    if (
-        option == "activation"
-        and (backend, stage) == ("simt", "layer")
-        and value != "swiglu"
-        and kernel != check.FIRST_VERSION
-    ):
+    of_layer = (backend, stage, option) == ("simt", "layer", "activation")
+    if of_layer and value != "swiglu" and kernel != check.FIRST_VERSION:
         return COMPILED
     if option == "block" and kernel == HOPPER and int(value) % HOPPER_BLOCK:
         return WHOLE_BLOCKS

@@ -88,13 +88,6 @@ def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LI
         What the kernel's file is called, for messages: NAME.cu or NAME.py; and what is in it.
     kernel : str
         The kernel's name.
-    task, limit, **options
-        As of `examine`.
-
-    Raises
-    ------
-    ValueError, TypeError, OSError, TimeoutError, ChildProcessError
-        As `examine`.
     """
     question = _Question(f"{file}:{kernel}", task, options | {"small": True}, text)
     return _ask(_server(), guard.Limits(limit), question)

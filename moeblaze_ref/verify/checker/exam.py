@@ -15,7 +15,7 @@ from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.runtime.poison import poison
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case
-from moeblaze_ref.verify.checker.contracts import Arrays, Problem, dtype_of, set_problem
+from moeblaze_ref.verify.checker.contracts import Arrays, dtype_of, set_problem
 from moeblaze_ref.verify.checker.kernels import CudaKernel
 from moeblaze_ref.verify.checker.report import Difference, Report, Result, first_difference, unlike
 from moeblaze_ref.verify.checker.runners import RUNNERS, Runner
@@ -101,7 +101,8 @@ class Exam:
         difference = self._difference(first)
         instability, unstable = _instability(runner, first)
         stale = None if difference else self._difference(following)
-        problems = [str(difference or ""), instability, _next_step(stale) if stale else ""]
+        in_next_step = f"in the next step of the same shape, with other routing, weights and gradients, {stale}"
+        problems = [str(difference or ""), instability, in_next_step if stale else ""]
         if not any(problems):
             problems = [budget.excess(answer.counts, answer.symbols) for budget in self.terms.budgets]
         return Result(shape, "; ".join(filter(None, problems)), difference or unstable or stale, answer.counts)
@@ -123,10 +124,6 @@ def _without(step: Step, names: set[str]) -> Step:
     return Step(step.problem, [{name: run[name] for name in run if name not in names} for run in step.outputs])
 
 
-def _next_step(stale: Difference) -> str:
-    return f"in the next step of the same shape, with other routing, weights and gradients, {stale}"
-
-
 def _instability(runner: Runner, step: Step) -> tuple[str, Difference | None]:
     """Describe the first later run that wrote different bits; empty if there is none."""
     first = step.outputs[0]
@@ -140,22 +137,17 @@ def _instability(runner: Runner, step: Step) -> tuple[str, Difference | None]:
 
 def _step(terms: Terms, case: Case, runs: int) -> Step:
     problem = set_problem(terms.contract, case)
-    return Step(problem, [_memory(problem, terms.dtype) for _ in range(runs)])
-
-
-def _memory(problem: Problem, dtype: str) -> Arrays:
-    return {name: _poisoned(shape, dtype_of(name, dtype)) for name, shape in problem.outputs.items()}
+    shapes = problem.outputs.items()
+    return Step(
+        problem, [{name: _poisoned(shape, dtype_of(name, terms.dtype)) for name, shape in shapes} for _ in range(runs)]
+    )
 
 
 def _poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return poison(_shared(shape, dtype))
-
-
-def _shared(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """An array that a forked process shares with this one. It has no name and no file that could be cut short."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = mmap.mmap(-1, max(size, 1))
-    return np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape)
+    return poison(np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape))
 
 
 def _with_activation(case: Case, activation: str) -> Case:

@@ -146,14 +146,14 @@ def _misfit(contract: Contract, dtype: str, parameter: Parameter) -> str:
         return "" if fits else f"parameter {name} is a size: int {name}"
     if name not in contract.tensors:
         return ""  # named with the others that are unknown
-    wanted = dtype_of(name, dtype)
+    wanted, problem = dtype_of(name, dtype), ""
     if not parameter.pointer or parameter.dtype != wanted:
-        return f"parameter {name} is an array of {wanted}: {_parameter(contract, name, dtype)}"
-    if parameter.writable and name in contract.inputs:
-        return f"parameter {name} is an input: {_parameter(contract, name, dtype)}"
-    if not parameter.writable and name in contract.writes:
-        return f"parameter {name} is an output, which is not const: {_parameter(contract, name, dtype)}"
-    return ""
+        problem = f"an array of {wanted}"
+    elif parameter.writable and name in contract.inputs:
+        problem = "an input"
+    elif not parameter.writable and name in contract.writes:
+        problem = "an output, which is not const"
+    return problem and f"parameter {name} is {problem}: {_parameter(contract, name, dtype)}"
 
 
 def _parameter(contract: Contract, name: str, dtype: str) -> str:
@@ -171,17 +171,14 @@ def declaration(contract: Contract, dtype: str = "float32") -> str:
 def _accept(kernel, contract: Contract, names: Iterable[str], wrong: str, declared: str):
     """Every name is known and every output is there."""
     known = (*contract.tensors, *SIZES)
-    problem = wrong
-    for name in names:
-        if name not in known:
-            problem = _unknown(name, known)
-    missing = [name for name in contract.outputs if name not in names]
-    if missing and not problem:
-        problem = f"the output {missing[0]} is no parameter"
+    unknown = [_unknown(name, known) for name in names if name not in known]
+    missing = [f"the output {name} is no parameter" for name in contract.outputs if name not in names]
+    problem = next(filter(None, (*unknown[-1:], wrong, *missing)), "")
     if problem:
+        extras = f", and so may {' and '.join(contract.extras)}" if contract.extras else ""
         raise ValueError(
             f"{kernel.label} is no kernel for {contract.task}: {problem}.\nParameters are matched by name, in any "
-            f"order; inputs and sizes may be left out{_extras(contract)}:\n{declared}"
+            f"order; inputs and sizes may be left out{extras}:\n{declared}"
         )
 
 
@@ -192,10 +189,6 @@ def _unknown(name: str, known: tuple[str, ...]) -> str:
         text = str(error).partition(" Valid:")[0].rstrip(".")
         return f"{text} That is no tensor and no size of the task" if text.endswith("?") else text
     return ""
-
-
-def _extras(contract: Contract) -> str:
-    return f", and so may {' and '.join(contract.extras)}" if contract.extras else ""
 
 
 def find_cuda(text: str, file: str, name: str | None) -> CudaKernel:

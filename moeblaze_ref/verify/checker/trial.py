@@ -154,9 +154,7 @@ class Trial:
         arguments = {name: given[name] if name in given else self._nothing(name) for name in names}
         launch = self.launch.at(self.kernel.name, symbols)
         counts = self._launch(constants, launch, arguments, order)
-        written = counts.get(
-            "written", {}
-        )  # where inputs are copied to a device, what changes there does not come back
+        written = counts.get("written", {})  # what changes in a device's copy of an input does not come back
         for name, array in inputs.items():
             if written.get(name) or array.tobytes() != problem.inputs[name].tobytes():
                 raise Fault(f"kernel {self.kernel.name} changes its input {name}")
