@@ -101,21 +101,11 @@ def opened_numba(module: ModuleType, moved=np.asarray) -> OpenStage:
 
 @dataclass
 class Effort:
-    """What a check does until a row fails: it stands for the time, which depends on the machine.
+    """What a check does until a row fails: it stands for the time, which depends on the machine."""
 
-    Parameters
-    ----------
-    rows : int
-        Rows of the check, with the one that fails.
-    threads : int
-        CUDA threads that the executor simulates.
-    files : int
-        Kernel files that it loads, once for each set of constants: it compiles as many if none is compiled yet.
-    """
-
-    rows: int = 0
-    threads: int = 0
-    files: int = 0
+    rows: int = 0  # of the check, with the one that fails
+    threads: int = 0  # CUDA threads that the executor simulates
+    files: int = 0  # that it loads, once for each set of constants: it compiles as many if none is compiled yet
 
     def within(self, most: "Effort") -> bool:
         """Whether no count is larger than the other's."""

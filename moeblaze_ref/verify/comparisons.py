@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from fractions import Fraction
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -107,15 +107,7 @@ def badness(pair: tuple[float, float]) -> float:
 # ---- between numpy and torch ---------------------------------------------------------------
 
 
-@overload
-def _leaf(array: np.ndarray, dtype: torch.dtype) -> Tensor: ...
-
-
-@overload
-def _leaf(array: None, dtype: torch.dtype) -> None: ...
-
-
-def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Tensor | None:
+def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Any:
     """A tensor that autograd differentiates by; gates and logits keep at least float32, as in the kernels."""
     if array is None:
         return None
@@ -223,11 +215,10 @@ def d_gates(case: Case) -> np.ndarray:
 def run_expert_up(stage: Any, case: Case) -> Results:
     """a, b and y_swi; gradients of x, w1 and w2 from those of a and b."""
     dispatch, (_, w1, w2, _) = dispatch_of(case), case.weights
-    a, b, y_swi = stage.forward(case.x, w1, w2, dispatch, case.activation)
-    d_a, d_b = d_hidden(case)
+    forward, (d_a, d_b) = run_forward(stage, case), d_hidden(case)
     d_x = stage.input_gradient(d_a, d_b, w1, w2, dispatch)
     d_w1, d_w2 = (None if d is None else stage.weight_gradient(d, case.x, dispatch) for d in (d_a, d_b))
-    return {"forward": _present(a=a, b=b, y_swi=y_swi), "backward": _present(d_x=d_x, d_w1=d_w1, d_w2=d_w2)}
+    return forward | {"backward": _present(d_x=d_x, d_w1=d_w1, d_w2=d_w2)}
 
 
 def run_forward(stage: Any, case: Case) -> Results:
@@ -518,8 +509,8 @@ def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
 def _expect_experts(case: Case, dtype: torch.dtype, mask: Tensor | None = None) -> Results:
     """The experts alone, the gates given; a slot that is False in the mask (L, k) adds nothing."""
     (_, w1, w2, w3), order = case.weights, _order(case)
-    given = {"x": case.x, "w1": w1, "w2": w2, "w3": w3, "gates": gates_of(case)}
-    inputs = {name: _leaf(array, dtype) for name, array in given.items() if array is not None}
+    given = _present(x=case.x, w1=w1, w2=w2, w3=w3, gates=gates_of(case))
+    inputs = {name: _leaf(array, dtype) for name, array in given.items()}
     a, b = oracle.expert_up(inputs["x"], order, inputs["w1"], inputs.get("w2"))
     y = oracle.expert_down(oracle.activate(a, b, case.activation), order, inputs["w3"])
     gates = inputs["gates"] if mask is None else inputs["gates"] * mask

@@ -223,36 +223,6 @@ PLANTED = {
     ],
     "block_sparse/3_mma": [
         ("column part beyond its block", "lines, columns, BLOCK);", "lines, TILE_COLUMNS, BLOCK);"),
-        (
-            "second tile of a block's lines on the first",
-            "int row = row_indices[blockIdx.x] * BLOCK + first_line;",
-            "int row = row_indices[blockIdx.x] * BLOCK;",
-        ),
-        (
-            "second tile of a block's columns on the first",
-            "column_indices[blockIdx.x] * BLOCK + first_column;",
-            "column_indices[blockIdx.x] * BLOCK;",
-        ),
-        (
-            "second tile of a block's stored lines on the first",
-            "blockIdx.x * BLOCK + first_line) * BLOCK;",
-            "blockIdx.x * BLOCK) * BLOCK;",
-        ),
-        (
-            "second tile of a block's result's lines on the first",
-            "blockIdx.x / ROW_PARTS * BLOCK + first_line;",
-            "blockIdx.x / ROW_PARTS * BLOCK;",
-        ),
-        (
-            "second tile of a block's result's columns on the first",
-            "blockIdx.y / COLUMN_PARTS * BLOCK + first_column;",
-            "blockIdx.y / COLUMN_PARTS * BLOCK;",
-        ),
-        (
-            "second tile of a block's transposed lines on the first",
-            "LinesOfBlocks<true, false>{values + first,",
-            "LinesOfBlocks<true, false>{values,",
-        ),
     ],
     "block_sparse/7_persistent": [
         ("half a tile twice", "= tile.column + half * HALF;", "= tile.column;"),
@@ -272,6 +242,25 @@ PLANTED = {
     ],
 }
 SHARED = [
+    *(
+        Fault("block_sparse", "3_mma", f"second tile of a block's {axis} on the first", right, wrong)
+        for axis, right, wrong in (
+            (
+                "lines",
+                "int row = row_indices[blockIdx.x] * BLOCK + first_line;",
+                "int row = row_indices[blockIdx.x] * BLOCK;",
+            ),
+            ("columns", "column_indices[blockIdx.x] * BLOCK + first_column;", "column_indices[blockIdx.x] * BLOCK;"),
+            ("stored lines", "blockIdx.x * BLOCK + first_line) * BLOCK;", "blockIdx.x * BLOCK) * BLOCK;"),
+            ("result's lines", "blockIdx.x / ROW_PARTS * BLOCK + first_line;", "blockIdx.x / ROW_PARTS * BLOCK;"),
+            (
+                "result's columns",
+                "blockIdx.y / COLUMN_PARTS * BLOCK + first_column;",
+                "blockIdx.y / COLUMN_PARTS * BLOCK;",
+            ),
+            ("transposed lines", "LinesOfBlocks<true, false>{values + first,", "LinesOfBlocks<true, false>{values,"),
+        )
+    ),
     *(
         Fault("gating", version, f"{what} after the 16th", right, right.replace("k", "min(k, 16)"), file)
         for version, what, right, file in (
