@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.backends.registry import refusal
-from moeblaze_ref.bench import plan, stages
+from moeblaze_ref.bench import plan, report, stages
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.bench.roofline import cost_of
 from moeblaze_ref.core import checks, provenance, records
@@ -160,19 +160,16 @@ def _runs_of(path: Path) -> list[dict[str, Any]]:
 
 def table(times: Sequence[Time]) -> Table:
     """Table of every tile's time and its gain over the default, for the terminal."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("preset", "version", "kernel", "groups", "weights", "tile"):
-        shown.add_column(heading)
-    for heading in ("ms", "gain"):
-        shown.add_column(heading, justify="right")
     base = {
         (time.preset, time.version, time.kernel): time.ms for time in times if time.tile == tiles.DEFAULTS[time.version]
     }
-    for time in times:
-        gain = base[time.preset, time.version, time.kernel] / time.ms
-        words = time.preset, time.version, time.kernel, time.groups, time.weights, _in_short(time.tile)
-        shown.add_row(*words, f"{time.ms:.4g}", f"{gain:.2f}")
-    return shown
+    columns: list[report.Column] = [(name, attrgetter(name)) for name in ("preset", *tiles.KEY)]
+    columns += [
+        ("tile", lambda time: _in_short(time.tile)),
+        ("ms", lambda time: f"{time.ms:.4g}"),
+        ("gain", lambda time: f"{base[time.preset, time.version, time.kernel] / time.ms:.2f}"),
+    ]
+    return report.table(times, columns)
 
 
 def _in_short(tile: tiles.Tile) -> str:
