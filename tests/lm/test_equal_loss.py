@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -165,39 +166,20 @@ def test_a_gradient_that_is_no_number_is_the_worst():
     assert not verdict["same_weights_gradients"]["passed"]
 
 
-class Scaled(oracle.OracleMoE):
-    """An output that is a little too large."""
+class Spoiled(oracle.OracleMoE):
+    """The oracle, whose output is what ``spoil`` makes of its experts and its routing."""
 
-    def spoil(self, x, routing):
-        return self.mixed(x, routing) * (1 + 1e-4)
-
-    def mixed(self, x, routing):
-        return oracle.experts(x, routing, self.w1, self.w2, self.w3, self.activation)
+    def __init__(self, *sizes, spoil, **options):
+        super().__init__(*sizes, **options)
+        self.spoil = spoil
 
     def forward(self, x, topk_experts=None):
         routing = oracle.route(x, self.wg, self.k, self.renormalize, topk_experts)
-        return self.spoil(x, routing), routing
+        mixed = lambda routing: oracle.experts(x, routing, self.w1, self.w2, self.w3, self.activation)
+        return self.spoil(mixed, routing), routing
 
 
-class WrongExpert(Scaled):
-    """One token's first choice is computed by the next expert."""
-
-    def spoil(self, x, routing):
-        chosen = routing.topk_experts.clone()
-        chosen[0, 0] = next(e for e in range(self.wg.shape[1]) if e not in chosen[0])
-        return self.mixed(x, routing._replace(topk_experts=chosen))
-
-
-class DroppedRow(Scaled):
-    """The last token's second expert is left out."""
-
-    def spoil(self, x, routing):
-        gates = routing.gates.clone()
-        gates[-1, -1] = 0
-        return self.mixed(x, routing._replace(gates=gates))
-
-
-class OtherChoice(Scaled):
+class OtherChoice(oracle.OracleMoE):
     """The router of every layer takes the worst experts, and says so."""
 
     def forward(self, x, topk_experts=None):
@@ -205,29 +187,32 @@ class OtherChoice(Scaled):
             topk_experts = oracle.top_k(-(x @ self.wg), self.k)
         return super().forward(x, topk_experts)
 
-    def spoil(self, x, routing):
-        return self.mixed(x, routing)
+
+def wrong_expert(mixed, routing):
+    chosen = routing.topk_experts.clone()
+    chosen[0, 0] = next(e for e in range(routing.logits.shape[1]) if e not in chosen[0])
+    return mixed(routing._replace(topk_experts=chosen))
 
 
-class NoRouterGradient(Scaled):
-    """The forward is right, but the gates send nothing back."""
+def dropped_row(mixed, routing):
+    gates = routing.gates.clone()
+    gates[-1, -1] = 0
+    return mixed(routing._replace(gates=gates))
 
-    def spoil(self, x, routing):
-        return self.mixed(x, routing._replace(gates=routing.gates.detach()))
 
-
-class Zeros(Scaled):
-    """A layer that does nothing."""
-
-    def spoil(self, x, routing):
-        return 0 * self.mixed(x, routing)
+FAULTS = {
+    "an output that is a little too large": lambda mixed, routing: mixed(routing) * (1 + 1e-4),
+    "one token's first choice is computed by the next expert": wrong_expert,
+    "the last token's second expert is left out": dropped_row,
+    "the gates send nothing back": lambda mixed, routing: mixed(routing._replace(gates=routing.gates.detach())),
+    "a layer that does nothing": lambda mixed, routing: 0 * mixed(routing),
+}
 
 
 @pytest.mark.parametrize("kind", ["replayed", "free"])
-@pytest.mark.parametrize("fault", [Scaled, WrongExpert, DroppedRow, NoRouterGradient, Zeros])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_layer_that_is_a_little_wrong_is_caught(kind, fault):
-    found = compare(kind, moe=fault)
-    assert not found["passed"]
+    assert not compare(kind, moe=partial(Spoiled, spoil=FAULTS[fault]))["passed"]
 
 
 def test_a_router_that_chooses_other_experts_is_caught():
@@ -443,9 +428,8 @@ def test_a_folder_of_another_run_is_refused(small, texts, tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="its settings.steps is 3, but here it is 4"):
         evidence.gather("curves", replace(request, runs=(), steps=4))
     (texts / "0.txt").write_text("another text")
-    with pytest.raises(
-        checkpoint.CheckpointError, match="oracle/checkpoint.safetensors is of another run: its text is"
-    ):
+    message = "oracle/checkpoint.safetensors is of another run: its text is"
+    with pytest.raises(checkpoint.CheckpointError, match=message):
         evidence.gather("curves", replace(request, runs=()))
 
 
@@ -565,8 +549,8 @@ def test_the_command_records_what_it_finds(small, texts, tmp_path):
 
 
 def test_the_command_fails_where_the_losses_differ(small, texts, monkeypatch):
-    real = equal_loss.replayed
-    monkeypatch.setitem(evidence.KINDS, "replayed", evidence._step_by_step(lambda *a, **o: real(*a, **o, moe=Zeros)))
+    real, zeros = equal_loss.replayed, partial(Spoiled, spoil=FAULTS["a layer that does nothing"])
+    monkeypatch.setitem(evidence.KINDS, "replayed", evidence._step_by_step(lambda *a, **o: real(*a, **o, moe=zeros)))
     done = moeblaze("evidence", "replayed", "--steps", 2, "--device", "cpu", "--data", texts)
     assert done.exit_code == 1 and "FAIL" in done.stdout
 
