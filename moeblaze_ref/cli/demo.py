@@ -34,15 +34,7 @@ WINDOWS = 4  # of validation text that become the input of check and memory
 
 
 def run(steps: int, out: Path, console: Console, force: bool = False) -> list[check.Row]:
-    """The whole demonstration; plots go to ``out``.
-
-    Parameters
-    ----------
-    steps : int
-    out : Path
-    console : Console
-    force : bool
-        Replace files of the plots' names that are no plots of this project.
+    """Run the whole demonstration, and write its plots into the folder ``out``.
 
     Returns
     -------

@@ -19,13 +19,14 @@ def paper(
     as_json: AsJson = False,
 ):
     """Compare each claim of the papers with its formula and with our measurements; exit with status 1 if one fails."""
-    from moeblaze_ref.papers import command, report
+    from moeblaze_ref.papers import claims, command, report
+    from moeblaze_ref.papers.results import Recorded
 
     with user_errors():
         items = command.chosen(item or [], gpu, record, plot)
         if plot:
             command.check_plots(items, plot, record, force)
-        recorded = command.measure(items, record, progress.bar, force) if gpu else command.Recorded()
+        recorded = command.measure(items, record, progress.bar, force) if gpu else Recorded()
         rows = [row for one in items for row in one.rows(recorded)]
     if as_json:
         print(json.dumps(report.as_json(items, rows), indent=1))
@@ -35,4 +36,4 @@ def paper(
         with user_errors():
             written = command.write_plots(items, recorded, plot, force)
         print_plots(written, none="nothing is recorded")
-    raise typer.Exit(1 if command.failures(rows) else 0)
+    raise typer.Exit(1 if claims.failures(rows) else 0)

@@ -149,18 +149,7 @@ def settings_of(name: str, seed: int, base: TrainSettings, device_type: str) -> 
 
 
 def train(name: str, seed: int, base: TrainSettings, corpus: data.Corpus, device: torch.device) -> Rows:
-    """Train one variant with one seed and return its row, on a CPU with ``NO_TIMES``.
-
-    Parameters
-    ----------
-    name : str
-        One of ``VARIANTS``.
-    seed : int
-    base : TrainSettings
-        What all runs share.
-    corpus : data.Corpus
-    device : torch.device
-    """
+    """Train a variant with one seed on the settings that all runs share; return its row, on a CPU with ``NO_TIMES``."""
     settings = settings_of(name, seed, base, device.type)
     with TemporaryDirectory() as folder:
         lines = run.run(
@@ -347,46 +336,3 @@ def _reached(loss: float, seconds: np.ndarray, losses: np.ndarray) -> float:
         return float(seconds[0])
     pair = slice(after - 1, after + 1)
     return float(np.interp(-loss, -losses[pair], seconds[pair]))
-
-
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return each variant's held-out loss over its seeds.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `row_of` returns them, of one device.
-
-    Returns
-    -------
-    dict
-        By variant, in the order of ``VARIANTS``: {seeds, mean, deviation, seconds, dropped_share}: number of runs, mean
-        and sample deviation of their losses (None of a single run), mean seconds (None of a CPU), and the mean share of
-        dropped rows, None where none can be dropped.
-
-    Raises
-    ------
-    ValueError
-        If there is no row.
-    """
-    if not rows:
-        raise ValueError("rows is empty, but it must hold at least one run")
-    found = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
-    return {name: _of_variant(runs) for name, runs in found.items() if runs}
-
-
-def _of_variant(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    losses = [row["held_out_loss"] for row in runs]
-    return {
-        "seeds": len(runs),
-        "mean": fmean(losses),
-        "deviation": stdev(losses) if len(losses) > 1 else None,
-        "seconds": _mean([row["seconds"] for row in runs]),
-        "dropped_share": _mean([row["dropped_share"] for row in runs]),
-    }
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean; None if a value is None, as every value is then."""
-    numbers = [value for value in values if value is not None]
-    return None if len(numbers) < len(values) else fmean(numbers)

@@ -140,8 +140,6 @@ def compared(
     value: float,
     show: Callable[[float], str],
     mistake: Mistake | None = None,
-    ours: str = "",
-    detail: bool = False,
 ) -> Row:
     """Compare what a formula gives with what a paper prints.
 
@@ -155,35 +153,21 @@ def compared(
         Writes the value.
     mistake : Mistake, optional
         Of the paper, where the value does not agree.
-    ours : str
-        What we measured of it.
-    detail : bool
-        As in `Row`.
 
     Returns
     -------
     Row
         Its item is still empty: `Item.rows` fills it in.
     """
-    formula = show(value)
-    verdict, why = _verdict(printed.holds(value), formula, mistake)
-    return Row("", what, printed.text, formula, ours, verdict, why, detail=detail)
+    return stated(what, printed.text, printed.holds(value), show(value), mistake)
 
 
-def measured(
-    what: str,
-    printed: PrintedNumber,
-    values: Sequence[float],
-    ours: str,
-    differs: str,
-    formula: str = "",
-    detail: bool = False,
-) -> Row:
+def measured(what: str, printed: PrintedNumber, values: Sequence[float], ours: str, differs: str) -> Row:
     """Compare values that we measured with a printed number.
 
     Parameters
     ----------
-    what, printed, detail
+    what, printed
         As in `compared`.
     values : sequence of float
         The row agrees if all of them do. Without values it is not measured yet.
@@ -191,13 +175,10 @@ def measured(
         The values with their devices.
     differs : str
         Why ours differs where a value does not agree.
-    formula : str
-        What a formula gives.
     """
     if not values:
-        return not_measured(what, printed.text, formula)
-    found = observed(what, printed.text, all(map(printed.holds, values)), ours, differs)
-    return replace(found, formula=formula, detail=detail)
+        return not_measured(what, printed.text)
+    return observed(what, printed.text, all(map(printed.holds, values)), ours, differs)
 
 
 def observed(what: str, printed: str, holds: bool, ours: str, differs: str) -> Row:
@@ -232,9 +213,9 @@ def contradicted(row: Row) -> Row:
     return replace(row, verdict=Verdict.FAILS, why="what we measured is not what the formula gives")
 
 
-def not_measured(what: str, printed: str = "", formula: str = "", why: str = "no recorded run") -> Row:
+def not_measured(what: str, printed: str, why: str = "no recorded run") -> Row:
     """Name something that can be measured and was not yet, and what is missing."""
-    return Row("", what, printed, formula, "", Verdict.NOT_MEASURED, why)
+    return Row("", what, printed, verdict=Verdict.NOT_MEASURED, why=why)
 
 
 def not_reproduced(what: str, printed: str, why: str, ours: str = "") -> Row:

@@ -9,11 +9,8 @@ from rich.progress import Progress
 
 from moeblaze_ref.core import figures, provenance, records
 from moeblaze_ref.papers import items, results
-from moeblaze_ref.papers.claims import failures
 from moeblaze_ref.papers.item import Item
 from moeblaze_ref.papers.results import Recorded
-
-__all__ = ["Recorded", "check_plots", "chosen", "failures", "measure", "write_plots"]
 
 
 def chosen(ids: Sequence[str], gpu: bool, record: Path | None, plot: Path | None = None) -> list[Item]:
@@ -63,7 +60,7 @@ def measure(
     ValueError, OSError
         If there is no GPU, or the file cannot take runs of it.
     """
-    from moeblaze_ref.bench import plan
+    from moeblaze_ref.bench import plan  # which takes torch along
 
     device = plan.gpu()
     with tempfile.TemporaryDirectory() as folder:

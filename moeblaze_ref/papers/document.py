@@ -6,6 +6,7 @@ quotes `summary`; a test compares the two.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from moeblaze_ref.core import documents, source_hashes
@@ -109,11 +110,12 @@ class DispatchShare(NamedTuple):
         return 100 * self.ours / self.step, 100 * self.printed / self.step
 
 
-def dispatch_shares(recorded: Recorded, device: str = DEVICE_OF_THE_PAPERS) -> dict[str, DispatchShare]:
-    """Return the share of each preset on one device, in the last recorded run of the dispatch."""
-    dispatches = {(row["preset"], row["kernel"]): row["ms"] for row in _rows(recorded, "moeblaze-4.2", device)}
+def dispatch_shares(recorded: Recorded) -> dict[str, DispatchShare]:
+    """Return the share of each preset on the papers' device, in the last recorded run of the dispatch."""
+    of_dispatch = _rows(recorded, "moeblaze-4.2", DEVICE_OF_THE_PAPERS)
+    dispatches = {(row["preset"], row["kernel"]): row["ms"] for row in of_dispatch}
     steps = defaultdict(list)
-    for row in _rows(recorded, "moeblaze-fig6", device):
+    for row in _rows(recorded, "moeblaze-fig6", DEVICE_OF_THE_PAPERS):
         if (row["system"], row["policy"]) == ("moeblaze", MINIMAL):
             steps[row["preset"]].append(row["step_ms"])
     return {
@@ -235,21 +237,22 @@ def _versions(run: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "triton") if name in run["versions"])
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
-    "ratios": ratios,
-    "printed": printed,
-    "savings": savings,
-    "dispatch": lambda: dispatch(Recorded()),
-    "ranges": lambda: ranges(Recorded()),
-    "speed": lambda: speed(Recorded()),
-    "baselines": lambda: baselines(Recorded()),
-    "measured": lambda: measured(Recorded()),
+BLOCKS: dict[str, Callable[[Recorded], str]] = {
+    "ratios": lambda _: ratios(),
+    "printed": lambda _: printed(),
+    "savings": lambda _: savings(),
+    "dispatch": dispatch,
+    "ranges": ranges,
+    "speed": speed,
+    "baselines": baselines,
+    "measured": measured,
 }
 
 
 def fill(text: str) -> str:
     """Return a page with its generated blocks written anew; raises ValueError as `documents.fill`."""
-    return documents.fill(text, BLOCKS)
+    recorded = Recorded()
+    return documents.fill(text, {name: partial(block, recorded) for name, block in BLOCKS.items()})
 
 
 def write():

@@ -53,10 +53,7 @@ def _memory(activations: Sequence[str]) -> Figure:
 def speed(*runs: Rows) -> Figure:
     """Draw how many times as fast as published MegaBlocks each system is in its worst run, a panel an activation.
 
-    Parameters
-    ----------
-    runs : list of dict
-        The rows of each run on one device, as `speed.time_systems` returns them.
+    Each run on one device has the rows of `speed.time_systems`.
     """
     activations = dict.fromkeys(row["activation"] for rows in runs for row in rows)
     ratios = {activation: _worst_ratios(runs, activation) for activation in activations}

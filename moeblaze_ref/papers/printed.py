@@ -94,16 +94,8 @@ def _kernels(file: str) -> list[tuple[str, str]]:
 def sum_versions(config: MoEConfig, executor: Executor) -> dict[str, Version]:
     """The fused sums, and y stored and combined on the same version and on the layer's default version.
 
-    Parameters
-    ----------
-    config : MoEConfig
-    executor : Executor
-        Of the device, which decides the default version.
-
-    Returns
-    -------
-    dict of str to Version
-        ``as_printed``, ``lesson_atomic``, and one or two named after the version that stores y.
+    They are ``as_printed``, ``lesson_atomic``, and one or two named after the version that stores y. The executor's
+    device decides the default version.
     """
     same = gemm.portable_version(config.dtype, config.d, config.h)
     default = layer.default_version(config.dtype, config.d, config.h, executor)
@@ -176,16 +168,7 @@ def symbols(config: MoEConfig, offsets: Sequence[int], version: str | None, exec
 def moved(version: Version, values: dict[str, int]) -> dict[str, int]:
     """Return the bytes that a version's threads ask to read and to write, by the headers of its kernels.
 
-    Parameters
-    ----------
-    version : Version
-    values : dict
-        From `symbols`.
-
-    Returns
-    -------
-    dict
-        bytes_read, bytes_written, and extra_bytes of the temporary buffers.
+    The values are those of `symbols`. The keys are bytes_read, bytes_written, and extra_bytes of the temporary buffers.
     """
     read = written = Fraction(0)
     for file, kernel in version.kernels:

@@ -79,10 +79,6 @@ class Recorded:
         for found in self._files:
             yield from _finished(found, item)
 
-    def sources(self, *items: str) -> list[Source]:
-        """Return the sources of all finished runs of these items, each once."""
-        return list(dict.fromkeys(run.source for item in items for run in self.finished(item)))
-
     def runs(self, item: str) -> Iterator[tuple[str, Rows]]:
         """Yield the short name of the device and the rows of each run of `finished`."""
         for run in self.finished(item):
