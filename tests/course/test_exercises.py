@@ -482,7 +482,7 @@ def test_a_change_of_lines_that_are_not_there_is_refused():
     exercise = EXERCISES["whose-weights"]
     fields = {name: getattr(exercise, name) for name in exercise.__dataclass_fields__}
     with pytest.raises(ValueError, match="whose-weights: the solution has 'w4' 0 times, not once"):
-        KernelExercise(**fields | {"changes": (("w4", ""),)})
+        KernelExercise(**fields | {"change": ("w4", "")})
 
 
 def test_what_a_kernel_uses_of_the_headers_is_shown():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from moeblaze_ref.core.config import PRESETS, MoEConfig
 from moeblaze_ref.course.exercises.kernels import Kernel
@@ -32,15 +32,53 @@ class Asked:
     formula: str
 
 
-class _Answered:
-    """The cell of an exercise that calls ``function`` with an answer for each name in ``asked``."""
+@dataclass(frozen=True, kw_only=True)
+class _Stated:
+    """What every exercise states.
+
+    Parameters
+    ----------
+    name, title : str
+    question, hint, why : str
+        Markdown; the last tells what the solution shows. Line breaks are spaces, but for those between paragraphs.
+    """
 
     name: str
-    function: str
+    title: str
+    question: str
+    hint: str
+    why: str
+
+    def __post_init__(self):
+        for field in ("question", "hint", "why"):
+            paragraphs = getattr(self, field).split("\n\n")
+            object.__setattr__(self, field, "\n\n".join(" ".join(one.split()) for one in paragraphs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answered(_Stated):
+    """An exercise whose cell calls the function of its kind with an answer for each name in ``asked``.
+
+    Parameters
+    ----------
+    given : dict
+        What the answers depend on, by the names of the cell: layers, numbers, lists, arrays of whole numbers.
+    asked : dict of Asked
+    steps : tuple of str
+        Lines of the solution that come before its formulas.
+    """
+
     given: dict[str, Any]
     asked: dict[str, Asked]
-    steps: tuple[str, ...]
-    language = "python"
+    steps: tuple[str, ...] = ()
+
+    kind: ClassVar[str]
+    language: ClassVar[str] = "python"
+
+    @property
+    def call(self) -> str:
+        """What the cell does, in words."""
+        return f"calls {self.kind}(...)"
 
     @property
     def unsolved(self) -> str:
@@ -59,52 +97,34 @@ class _Answered:
     def _stated_as(self, steps: tuple[str, ...], said: dict[str, str]) -> str:
         given = [f"{name} = {_stated(value)}" for name, value in self.given.items()]
         lines = [f"    {name}={said[name]},  # {asked.unit}" for name, asked in self.asked.items()]
-        return "\n".join([*given, *steps, f"{self.function}(", f'    "{self.name}",', *lines, ")"])
+        return "\n".join([*given, *steps, f"{self.kind}(", f'    "{self.name}",', *lines, ")"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction(_Answered):
     """Numbers that the reader states before the project computes them.
 
     Parameters
     ----------
-    name, title, question, hint, why : str
-        ``question``, ``hint`` and ``why`` are Markdown; the last tells what the solution shows.
-    given : dict
-        What the numbers depend on, by the names of the cell: layers, numbers, lists, arrays of whole numbers.
-    asked : dict of Asked
     truth : callable
         Takes what is given by name and returns every number that is asked for, or the right answer.
     computed_by : str
         The project's function that ``truth`` takes them from.
-    steps : tuple of str
-        Lines of the solution that come before its formulas.
     """
 
-    name: str
-    title: str
-    question: str
-    given: dict[str, Any]
-    asked: dict[str, Asked]
     truth: Callable[..., dict[str, float | str]]
     computed_by: str
-    hint: str
-    why: str
-    steps: tuple[str, ...] = ()
 
     kind = "predict"
-    function = "predict"
-    noun, call = "prediction", "calls predict(...)"
+    noun = "prediction"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Construction(_Answered):
     """An example that the reader constructs: several answers are right, and the project checks each.
 
     Parameters
     ----------
-    name, title, question, given, asked, hint, why, steps
-        As of a `Prediction`.
     check : callable
         Takes what is given and the answers, by name. Returns one sentence that says what is wrong, empty if nothing is.
         Raises ValueError or TypeError if an answer has the wrong form.
@@ -112,20 +132,11 @@ class Construction(_Answered):
         The project's function that ``check`` compares with.
     """
 
-    name: str
-    title: str
-    question: str
-    given: dict[str, Any]
-    asked: dict[str, Asked]
     check: Callable[..., str]
     checked_by: str
-    hint: str
-    why: str
-    steps: tuple[str, ...] = ()
 
     kind = "construct"
-    function = "construct"
-    noun, call = "construction", "calls construct(...)"
+    noun = "construction"
 
 
 def _stated(value: Any) -> str:
@@ -136,21 +147,19 @@ def _stated(value: Any) -> str:
     return f'preset("{name}").config'
 
 
-@dataclass(frozen=True)
-class KernelExercise:
+@dataclass(frozen=True, kw_only=True)
+class KernelExercise(_Stated):
     """A kernel with a hole or a planted bug, for the checker.
 
     Parameters
     ----------
-    name, title, question, hint, why : str
-        As of a `Prediction`.
     kind : str
         "numba", "cuda" or "bug".
     task : str
         What the kernel must do, one of ``checker.CONTRACTS``.
     kernel : Kernel
         The right one.
-    changes : tuple of (str, str)
+    change : tuple of (str, str)
         Lines of the solution, and what the reader finds in their place.
     budgets : tuple of str
         As of `checker.examine`.
@@ -161,23 +170,19 @@ class KernelExercise:
         If some lines are not in the solution, or there more than once.
     """
 
-    name: str
-    title: str
     kind: str
-    question: str
     task: str
     kernel: Kernel
-    changes: tuple[tuple[str, str], ...]
+    change: tuple[str, str]
     budgets: tuple[str, ...]
-    hint: str
-    why: str
 
     noun, call = "kernel", "begins with %%check"
 
     def __post_init__(self):
-        for old, _ in self.changes:
-            if self.solution.count(old) != 1:
-                raise ValueError(f"{self.name}: the solution has {old!r} {self.solution.count(old)} times, not once")
+        super().__post_init__()
+        right, _ = self.change
+        if self.solution.count(right) != 1:
+            raise ValueError(f"{self.name}: the solution has {right!r} {self.solution.count(right)} times, not once")
 
     @property
     def language(self) -> str:
@@ -197,10 +202,7 @@ class KernelExercise:
     @property
     def unsolved(self) -> str:
         """The kernel as the reader finds it."""
-        text = self.solution
-        for old, new in self.changes:
-            text = text.replace(old, new)
-        return text
+        return self.solution.replace(*self.change)
 
     def cell(self, text: str) -> str:
         """The notebook's cell that hands a kernel to the checker."""

@@ -27,11 +27,9 @@ SHEET = Sheet(
         Prediction(
             name="crossings",
             title="Load and traffic of a map",
-            question=(
-                "Two layers, four experts each, one expert a token: `tokens[i]` names the experts of token `i` in the "
-                "first and in the second layer, and `gpu_of_expert[layer][e]` the GPU of expert `e`. How many tokens "
-                "has the fuller GPU in the first layer, and how many tokens change the GPU between the layers?"
-            ),
+            question="""Two layers, four experts each, one expert a token: `tokens[i]` names the experts of token `i` in
+                the first and in the second layer, and `gpu_of_expert[layer][e]` the GPU of expert `e`. How many tokens
+                has the fuller GPU in the first layer, and how many tokens change the GPU between the layers?""",
             given={"tokens": TOKENS, "gpu_of_expert": [[0, 1, 0, 1], [0, 1, 0, 1]]},
             asked={
                 "fullest": Asked("tokens", "max(sum(gpu_of_expert[0][t[0]] == g for t in tokens) for g in (0, 1))"),
@@ -40,19 +38,15 @@ SHEET = Sheet(
             truth=_crossings,
             computed_by="moeblaze_ref.placement.simulate",
             hint="Experts 0 and 2 are on GPU 0, experts 1 and 3 on GPU 1, in both layers. Go through the ten tokens.",
-            why=(
-                "Both numbers cost time, in different places: the fullest GPU computes longest, and every crossing "
-                "goes over a link."
-            ),
+            why="""Both numbers cost time, in different places: the fullest GPU computes longest, and every crossing
+                goes over a link.""",
         ),
         Prediction(
             name="better-map",
             title="A better map",
-            question=(
-                "The same tokens under another map: in both layers experts 0 and 1 are on GPU 0, and experts 2 and 3 "
-                "on GPU 1. How many tokens has the fuller GPU in the first layer, and how many change the GPU between "
-                "the layers?"
-            ),
+            question="""The same tokens under another map: in both layers experts 0 and 1 are on GPU 0, and experts 2
+                and 3 on GPU 1. How many tokens has the fuller GPU in the first layer, and how many change the GPU
+                between the layers?""",
             given={"tokens": TOKENS, "gpu_of_expert": [[0, 0, 1, 1], [0, 0, 1, 1]]},
             asked={
                 "fullest": Asked("tokens", "sum(t[0] < 2 for t in tokens)"),
@@ -61,10 +55,8 @@ SHEET = Sheet(
             truth=_crossings,
             computed_by="moeblaze_ref.placement.simulate",
             hint="Experts 0 and 1 are on GPU 0 now. Does any token leave the pair it began with?",
-            why=(
-                "The crossings are gone, and the fuller GPU has more to do. Which is cheaper depends on the links and "
-                "on the experts: that is what the integer programs of the notebook weigh."
-            ),
+            why="""The crossings are gone, and the fuller GPU has more to do. Which is cheaper depends on the links and
+                on the experts: that is what the integer programs of the notebook weigh.""",
         ),
     ),
 )
