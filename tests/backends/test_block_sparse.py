@@ -529,6 +529,9 @@ def with_nan(array):
 
 FALLING = changed(TOPOLOGY, {"row_offsets": {1: 3}})
 STRAY = changed(BINS, {"slots": {3: 0}})
+UNALIGNED = changed(BINS, {"padded_offsets": {3: 7}})
+OUTSIDE = changed(TOPOLOGY, {"column_indices": {4: 4}})
+MISLED = changed(TOPOLOGY, {"transpose_indices": {0: 0}})
 
 
 OF_THE_SPECIFICATION = ("topology_of", "to_dense", "from_dense")
@@ -549,6 +552,7 @@ BAD_INPUT = [
     ("build_topology", {"h": 4.0}, TypeError, r"h is 4.0 \(float\), but it must be an integer"),
     ("build_topology", {"h": 2**30}, ValueError, r"h is 1073741824, but P h / block\*\*2 = 2147483648 blocks"),
     ("build_topology", {"bins": STRAY}, ValueError, r"slots\[3\] is 0"),
+    ("build_topology", {"bins": UNALIGNED}, ValueError, r"padded_offsets\[3\] is 7, but it must be a multiple of the"),
     ("build_topology", {"bins": TOPOLOGY}, TypeError, "bins is a Topology, but it must be a PaddedBins"),
     ("topology_of", {"block": 0}, ValueError, "block is 0"),
     ("topology_of", {"mask": MASK.astype(int)}, TypeError, "mask has dtype int64, but it must be bool"),
@@ -566,6 +570,7 @@ BAD_INPUT = [
     ("padded_gather", {"gates": np.ones((5, 2))}, ValueError, r"gates has shape \(5, 2\), but .* \(L=5, k=1\)"),
     ("padded_gather", {"gates": np.ones((5, 1), int)}, TypeError, "gates has dtype int64"),
     ("padded_gather", {"bins": STRAY}, ValueError, r"slots\[3\] is 0"),
+    ("padded_gather", {"bins": changed(BINS, {"rows": {0: 8}})}, ValueError, r"rows\[0\] is 8"),
     ("padded_scatter", {"y": np.ones((7, 3))}, ValueError, r"y has shape \(7, 3\), but it must be \(P=8, d\)"),
     ("padded_scatter", {"y": with_nan}, ValueError, r"y\[7, 2\] is nan"),
     ("padded_scatter", {"gates": with_nan}, ValueError, r"gates\[4, 0\] is nan, but gates must be finite"),
@@ -594,6 +599,8 @@ BAD_INPUT = [
     ("dsd", {"values": np.ones((6, 2, 2))}, ValueError, r"values has shape \(6, 2, 2\), but .* \(nnz=5"),
     ("dsd", {"values": with_nan}, ValueError, r"values\[4, 1, 1\] is nan"),
     ("dsd", {"topology": FALLING}, ValueError, r"row_offsets\[2\] is 2"),
+    ("dsd", {"topology": OUTSIDE}, ValueError, r"column_indices\[4\] is 4, but there are only 4 block columns"),
+    ("dsd", {"topology": MISLED, "transpose_lhs": True}, ValueError, r"transpose_indices\[0\] is 0, a block of block"),
     ("dds", {"lhs": np.ones((3, 8))}, ValueError, r"lhs has shape \(3, 8\), but it must be \(K, M=6\)"),
     ("dds", {"lhs": np.ones((1, 3, 6))}, ValueError, r"lhs has shape \(1, 3, 6\), but it must have 2 dimensions"),
     ("dds", {"transpose_lhs": True}, ValueError, r"lhs has shape \(3, 6\), but it must be \(M=6, K\)"),
@@ -618,6 +625,7 @@ BAD_INPUT = [
     ("activate", {"activation": "SwiGlu"}, ValueError, "unknown activation 'SwiGlu'. Did you mean 'swiglu'"),
     ("activate_backward", {"d_y": np.ones((4, 2, 2))}, ValueError, r"d_y has shape \(4, 2, 2\), but .* \(nnz=5"),
     ("activate_backward", {"d_y": None}, TypeError, "d_y is a NoneType"),
+    ("activate_backward", {"d_y": with_nan}, ValueError, r"d_y\[4, 1, 1\] is nan"),
     ("activate_backward", {"b": None}, ValueError, "b is None, but swiglu is gated"),
     ("forward", {"block": 0}, ValueError, "block is 0, but it must be >= 1"),
     ("forward", {"block": 2.5}, TypeError, "block is 2.5"),
