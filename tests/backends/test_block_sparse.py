@@ -48,7 +48,7 @@ from stages import alter
 
 from moeblaze_ref.backends.numba_cuda import block_sparse as numba_block_sparse
 from moeblaze_ref.backends.numba_cuda import combine, runtime
-from moeblaze_ref.backends.numba_cuda import dispatch as dispatch_stage
+from moeblaze_ref.backends.numba_cuda import dispatch as numba_dispatch
 from moeblaze_ref.backends.numpy_ref import block_sparse as reference
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import block_sparse as raw
@@ -532,7 +532,6 @@ STRAY = changed(BINS, {"slots": {3: 0}})
 UNALIGNED = changed(BINS, {"padded_offsets": {3: 7}})
 OUTSIDE = changed(TOPOLOGY, {"column_indices": {4: 4}})
 MISLED = changed(TOPOLOGY, {"transpose_indices": {0: 0}})
-
 
 OF_THE_SPECIFICATION = ("topology_of", "to_dense", "from_dense")
 FUNCTIONS = ("pad", "build_topology", "padded_gather", "padded_scatter", "gate_gradient", "sdd", "dsd", "dds")
@@ -1449,7 +1448,7 @@ def test_the_numba_kernels_move_the_bytes_that_their_headers_state(activation, m
         assert kernels_as_stated(launches, sizes | more) == list(kernels)
 
     stage.pad(dispatch, block)
-    offsets = dispatch_stage.expert_offsets_kernel
+    offsets = numba_dispatch.expert_offsets_kernel
     launched(stage.padded_lengths_kernel, offsets, stage.mark_padding_kernel, stage.place_rows_kernel)
     stage.build_topology(bins, h)
     launched(stage.topology_blocks_kernel, stage.topology_offsets_kernel)
