@@ -90,8 +90,14 @@ class Golden(NamedTuple):
     E: int
     block: int
     h: int
-    bins: dict
-    topology: dict
+    padded_offsets: list
+    slots: list
+    rows: list
+    row_offsets: list
+    column_indices: list
+    row_indices: list
+    column_offsets: list
+    transpose_indices: list
 
     @property
     def k(self):
@@ -103,8 +109,8 @@ class Golden(NamedTuple):
 
     def expected(self):
         """Bins and topology."""
-        bins = {name: int32(values) for name, values in self.bins.items()}
-        topology = {name: int32(values) for name, values in self.topology.items()}
+        arrays = [(name, int32(value)) for name, value in self._asdict().items()]
+        bins, topology = dict(arrays[4:7]), dict(arrays[7:])
         return PaddedBins(**bins, k=self.k, block=self.block), Topology(**topology, block=self.block)
 
 
@@ -114,155 +120,135 @@ GOLDEN = {
         E=4,
         block=2,
         h=4,
-        bins=dict(
-            padded_offsets=[0, 4, 4, 6, 8],
-            slots=[1, 2, 4, -1, 0, -1, 3, -1],
-            rows=[4, 0, 1, 6, 2],
-        ),
-        topology=dict(
-            # expert    0     1     2     3
-            #        [ 0 1 | . . | . . | . . ]
-            #        [ 2 3 | . . | . . | . . ]
-            #        [ . . | . . | 4 5 | . . ]
-            #        [ . . | . . | . . | 6 7 ]
-            row_offsets=[0, 2, 4, 6, 8],
-            column_indices=[0, 1, 0, 1, 4, 5, 6, 7],
-            row_indices=[0, 0, 1, 1, 2, 2, 3, 3],
-            column_offsets=[0, 2, 4, 4, 4, 5, 6, 7, 8],
-            transpose_indices=[0, 2, 1, 3, 4, 5, 6, 7],
-        ),
+        padded_offsets=[0, 4, 4, 6, 8],
+        slots=[1, 2, 4, -1, 0, -1, 3, -1],
+        rows=[4, 0, 1, 6, 2],
+        # expert    0     1     2     3
+        #        [ 0 1 | . . | . . | . . ]
+        #        [ 2 3 | . . | . . | . . ]
+        #        [ . . | . . | 4 5 | . . ]
+        #        [ . . | . . | . . | 6 7 ]
+        row_offsets=[0, 2, 4, 6, 8],
+        column_indices=[0, 1, 0, 1, 4, 5, 6, 7],
+        row_indices=[0, 0, 1, 1, 2, 2, 3, 3],
+        column_offsets=[0, 2, 4, 4, 4, 5, 6, 7, 8],
+        transpose_indices=[0, 2, 1, 3, 4, 5, 6, 7],
     ),
     "three blocks wide, k = 1": Golden(
         topk_experts=[[0], [1], [0], [0], [1]],
         E=2,
         block=2,
         h=6,
-        bins=dict(
-            padded_offsets=[0, 4, 6],
-            slots=[0, 2, 3, -1, 1, 4],
-            rows=[0, 4, 1, 2, 5],
-        ),
-        topology=dict(
-            # [ 0 1 2 | . . . ]
-            # [ 3 4 5 | . . . ]
-            # [ . . . | 6 7 8 ]
-            row_offsets=[0, 3, 6, 9],
-            column_indices=[0, 1, 2, 0, 1, 2, 3, 4, 5],
-            row_indices=[0, 0, 0, 1, 1, 1, 2, 2, 2],
-            column_offsets=[0, 2, 4, 6, 7, 8, 9],
-            transpose_indices=[0, 3, 1, 4, 2, 5, 6, 7, 8],
-        ),
+        padded_offsets=[0, 4, 6],
+        slots=[0, 2, 3, -1, 1, 4],
+        rows=[0, 4, 1, 2, 5],
+        # [ 0 1 2 | . . . ]
+        # [ 3 4 5 | . . . ]
+        # [ . . . | 6 7 8 ]
+        row_offsets=[0, 3, 6, 9],
+        column_indices=[0, 1, 2, 0, 1, 2, 3, 4, 5],
+        row_indices=[0, 0, 0, 1, 1, 1, 2, 2, 2],
+        column_offsets=[0, 2, 4, 6, 7, 8, 9],
+        transpose_indices=[0, 3, 1, 4, 2, 5, 6, 7, 8],
     ),
     "first and last expert empty": Golden(
         topk_experts=[[1, 2], [2, 1], [1, 2]],
         E=4,
         block=2,
         h=2,
-        bins=dict(
-            padded_offsets=[0, 0, 4, 8, 8],
-            slots=[0, 3, 4, -1, 1, 2, 5, -1],
-            rows=[0, 4, 5, 1, 2, 6],
-        ),
-        topology=dict(
-            # [ . | 0 | . | . ]
-            # [ . | 1 | . | . ]
-            # [ . | . | 2 | . ]
-            # [ . | . | 3 | . ]
-            row_offsets=[0, 1, 2, 3, 4],
-            column_indices=[1, 1, 2, 2],
-            row_indices=[0, 1, 2, 3],
-            column_offsets=[0, 0, 2, 4, 4],
-            transpose_indices=[0, 1, 2, 3],
-        ),
+        padded_offsets=[0, 0, 4, 8, 8],
+        slots=[0, 3, 4, -1, 1, 2, 5, -1],
+        rows=[0, 4, 5, 1, 2, 6],
+        # [ . | 0 | . | . ]
+        # [ . | 1 | . | . ]
+        # [ . | . | 2 | . ]
+        # [ . | . | 3 | . ]
+        row_offsets=[0, 1, 2, 3, 4],
+        column_indices=[1, 1, 2, 2],
+        row_indices=[0, 1, 2, 3],
+        column_offsets=[0, 0, 2, 4, 4],
+        transpose_indices=[0, 1, 2, 3],
     ),
     "one expert with everything": Golden(
         topk_experts=[[2], [2], [2], [2], [2]],
         E=3,
         block=2,
         h=4,
-        bins=dict(
-            padded_offsets=[0, 0, 0, 6],
-            slots=[0, 1, 2, 3, 4, -1],
-            rows=[0, 1, 2, 3, 4],
-        ),
-        topology=dict(
-            # [ . . | . . | 0 1 ]
-            # [ . . | . . | 2 3 ]
-            # [ . . | . . | 4 5 ]
-            row_offsets=[0, 2, 4, 6],
-            column_indices=[4, 5, 4, 5, 4, 5],
-            row_indices=[0, 0, 1, 1, 2, 2],
-            column_offsets=[0, 0, 0, 0, 0, 3, 6],
-            transpose_indices=[0, 2, 4, 1, 3, 5],
-        ),
+        padded_offsets=[0, 0, 0, 6],
+        slots=[0, 1, 2, 3, 4, -1],
+        rows=[0, 1, 2, 3, 4],
+        # [ . . | . . | 0 1 ]
+        # [ . . | . . | 2 3 ]
+        # [ . . | . . | 4 5 ]
+        row_offsets=[0, 2, 4, 6],
+        column_indices=[4, 5, 4, 5, 4, 5],
+        row_indices=[0, 0, 1, 1, 2, 2],
+        column_offsets=[0, 0, 0, 0, 0, 3, 6],
+        transpose_indices=[0, 2, 4, 1, 3, 5],
     ),
     "groups of exactly one block": Golden(
         topk_experts=[[1], [0], [0], [1], [1], [0], [1], [0]],
         E=2,
         block=4,
         h=8,
-        bins=dict(
-            padded_offsets=[0, 4, 8],
-            slots=[1, 2, 5, 7, 0, 3, 4, 6],
-            rows=[4, 0, 1, 5, 6, 2, 7, 3],
-        ),
-        topology=dict(
-            # [ 0 1 | . . ]
-            # [ . . | 2 3 ]
-            row_offsets=[0, 2, 4],
-            column_indices=[0, 1, 2, 3],
-            row_indices=[0, 0, 1, 1],
-            column_offsets=[0, 1, 2, 3, 4],
-            transpose_indices=[0, 1, 2, 3],
-        ),
+        padded_offsets=[0, 4, 8],
+        slots=[1, 2, 5, 7, 0, 3, 4, 6],
+        rows=[4, 0, 1, 5, 6, 2, 7, 3],
+        # [ 0 1 | . . ]
+        # [ . . | 2 3 ]
+        row_offsets=[0, 2, 4],
+        column_indices=[0, 1, 2, 3],
+        row_indices=[0, 0, 1, 1],
+        column_offsets=[0, 1, 2, 3, 4],
+        transpose_indices=[0, 1, 2, 3],
     ),
     "k = E": Golden(
         topk_experts=[[2, 0, 1], [0, 1, 2], [1, 2, 0]],
         E=3,
         block=2,
         h=4,
-        bins=dict(
-            padded_offsets=[0, 4, 8, 12],
-            slots=[1, 3, 8, -1, 2, 4, 6, -1, 0, 5, 7, -1],
-            rows=[8, 0, 4, 1, 5, 9, 6, 10, 2],
-        ),
-        topology=dict(
-            # [ 0 1 | . . |  .  . ]
-            # [ 2 3 | . . |  .  . ]
-            # [ . . | 4 5 |  .  . ]
-            # [ . . | 6 7 |  .  . ]
-            # [ . . | . . |  8  9 ]
-            # [ . . | . . | 10 11 ]
-            row_offsets=[0, 2, 4, 6, 8, 10, 12],
-            column_indices=[0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5],
-            row_indices=[0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5],
-            column_offsets=[0, 2, 4, 6, 8, 10, 12],
-            transpose_indices=[0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11],
-        ),
+        padded_offsets=[0, 4, 8, 12],
+        slots=[1, 3, 8, -1, 2, 4, 6, -1, 0, 5, 7, -1],
+        rows=[8, 0, 4, 1, 5, 9, 6, 10, 2],
+        # [ 0 1 | . . |  .  . ]
+        # [ 2 3 | . . |  .  . ]
+        # [ . . | 4 5 |  .  . ]
+        # [ . . | 6 7 |  .  . ]
+        # [ . . | . . |  8  9 ]
+        # [ . . | . . | 10 11 ]
+        row_offsets=[0, 2, 4, 6, 8, 10, 12],
+        column_indices=[0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5],
+        row_indices=[0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5],
+        column_offsets=[0, 2, 4, 6, 8, 10, 12],
+        transpose_indices=[0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11],
     ),
     "one expert, one block": Golden(
         topk_experts=[[0], [0], [0]],
         E=1,
         block=4,
         h=4,
-        bins=dict(padded_offsets=[0, 4], slots=[0, 1, 2, -1], rows=[0, 1, 2]),
-        topology=dict(
-            row_offsets=[0, 1], column_indices=[0], row_indices=[0], column_offsets=[0, 1], transpose_indices=[0]
-        ),
+        padded_offsets=[0, 4],
+        slots=[0, 1, 2, -1],
+        rows=[0, 1, 2],
+        row_offsets=[0, 1],
+        column_indices=[0],
+        row_indices=[0],
+        column_offsets=[0, 1],
+        transpose_indices=[0],
     ),
     "no tokens": Golden(
         topk_experts=np.empty((0, 2)),
         E=3,
         block=2,
         h=4,
-        bins=dict(padded_offsets=[0, 0, 0, 0], slots=[], rows=[]),
-        topology=dict(
-            row_offsets=[0],
-            column_indices=[],
-            row_indices=[],
-            column_offsets=[0, 0, 0, 0, 0, 0, 0],
-            transpose_indices=[],
-        ),
+        padded_offsets=[0, 0, 0, 0],
+        slots=[],
+        rows=[],
+        row_offsets=[0],
+        column_indices=[],
+        row_indices=[],
+        column_offsets=[0, 0, 0, 0, 0, 0, 0],
+        transpose_indices=[],
     ),
 }
 
