@@ -1,6 +1,6 @@
 """The expert stages of every backend: run a version on a case, compare it with the oracle, plant a fault in its text.
 
-``numba`` stands among the versions for the Numba kernels, which have no versions of their own.
+``numpy`` and ``numba`` stand among the versions for these backends, which have no versions of their own.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from planted import Planted, Quick, numba_with_fault, opened_numba, stage_module
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import combine, expert_down, expert_up, gemm, tiles
-from moeblaze_ref.backends.registry import OpenStage
+from moeblaze_ref.backends.registry import BACKENDS, OpenStage
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.nn import oracle
@@ -31,6 +31,7 @@ EVERY = [
     for version, able in versions.items()
     for dtype in able
 ]
+NUMPY = [(stage, "numpy", dtype) for stage in STAGES for dtype in ("float64", "float32")]
 NUMBA = [(stage, "numba", "float32") for stage in ("activation", *STAGES)]
 RAGGED = make_case(137, 24, 72, 5, 3, "zipf", "no tile divides it")
 IN_PARTS_SIZES = 70, 304, 16, 3, 2
@@ -58,7 +59,7 @@ def ragged(version):
 
 
 def dtypes_of(stage, version):
-    return ("float32",) if version == "numba" else VERSIONS[stage][version]
+    return ("float32",) if version in BACKENDS else VERSIONS[stage][version]
 
 
 def dispatch_of(case):
@@ -66,7 +67,9 @@ def dispatch_of(case):
 
 
 def on(stage, version, executor):
-    """The stage as numpy functions on an executor; on Numba's, which may be a stage with a fault in its place."""
+    """The stage as numpy functions on an executor. That of numpy and Numba is None, or a stage in place of theirs."""
+    if version == "numpy":
+        return executor or BACKENDS["numpy"].open(stage)
     if version == "numba":
         return executor or opened_numba(stage_module("numba", stage))
     options = {"executor": executor, "version": version}
@@ -75,7 +78,7 @@ def on(stage, version, executor):
 
 def quick(version, seed=0):
     """An executor for tests that ask for results alone."""
-    return None if version == "numba" else Quick(seed=seed)
+    return None if version in BACKENDS else Quick(seed=seed)
 
 
 def run_act(stage, case):
@@ -223,16 +226,20 @@ def refusals(stage, operands, wrong):
     operands : dict
         {function: its right operands by name}; they are float32, which every backend takes.
     wrong : list of tuple
-        (wrong operands by name, error, message), and the backends if they are not all.
+        (wrong operands by name, error, message), and the backends if they are not all. Numba refuses float64, too.
     """
-    parameters = [
-        pytest.param(
-            partial(call, backend, stage, function, right | change), error, message, id=f"{backend} {function} {number}"
-        )
-        for number, (change, error, message, *only) in enumerate(wrong)
+    attempts = [
+        (backend, function, right | change, error, message)
+        for change, error, message, *only in wrong
         for function, right in operands.items()
         if change.keys() <= right.keys()
         for backend in (*only, ("numpy", "numba", "simt"))[0]
+    ]
+    no_float64 = TypeError, "has dtype float64, but it must be float32"
+    attempts += [("numba", function, wide(right), *no_float64) for function, right in operands.items()]
+    parameters = [
+        pytest.param(partial(call, backend, stage, function, given), *refusal, id=f"{backend} {function}")
+        for backend, function, given, *refusal in attempts
     ]
     return pytest.mark.parametrize(("refused", "error", "message"), parameters)
 

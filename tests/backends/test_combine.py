@@ -7,13 +7,11 @@ from expert_stages import (
     RAGGED,
     assert_caught,
     assert_right,
-    call,
     dispatch_of,
     every_fault,
     header_symbols,
     refusals,
     run,
-    wide,
 )
 from headers import assert_as_stated, stated
 from helpers import RAGGED as RAGGED_SHAPE
@@ -74,13 +72,6 @@ def test_float32_stays_float32_and_near():
     truth = stage.forward(*(t.astype(np.float64) for t in narrow), dispatch)
     out = stage.forward(*narrow, dispatch)
     assert out.dtype == np.float32 and relative_error(out, truth) < 1e-6
-
-
-def test_no_tokens():
-    y, gates, dispatch = make_inputs(RAGGED_SHAPE._replace(L=0))
-    out = stage.forward(y, gates, dispatch)
-    assert out.shape == (0, RAGGED_SHAPE.d)
-    assert [gradient.shape for gradient in stage.backward(out, y, gates, dispatch)] == [y.shape, gates.shape]
 
 
 # ---- the raw kernels -----------------------------------------------------------------------------
@@ -205,12 +196,6 @@ WRONG = [
 def test_wrong_operands_are_refused(refused, error, message):
     with pytest.raises(error, match=message):
         refused()
-
-
-@pytest.mark.parametrize("function", OPERANDS)
-def test_the_numba_kernels_refuse_float64(function):
-    with pytest.raises(TypeError, match="has dtype float64, but it must be float32"):
-        call("numba", "combine", function, wide(OPERANDS[function]))
 
 
 # ---- planted faults ------------------------------------------------------------------------------

@@ -11,14 +11,12 @@ from expert_stages import (
     SEVERAL_TILES,
     SMALL,
     assert_caught,
-    call,
     dispatch_of,
     every_fault,
     header_symbols,
     planted,
     refusals,
     verdicts,
-    wide,
 )
 from headers import assert_as_stated, evaluate, stated
 from helpers import RAGGED as RAGGED_SHAPE
@@ -151,14 +149,6 @@ def test_what_is_read_only_is_not_overwritten():
     inputs["b"].flags.writeable = False
     with pytest.raises(ValueError, match="b is read-only, but it is written to"):
         stage.hidden_gradients(**inputs, overwrite=True)
-
-
-def test_no_tokens():
-    inputs = make_inputs(RAGGED_SHAPE._replace(L=0))
-    assert stage.forward(inputs["a"], inputs["w3"], inputs["dispatch"]).shape == (0, RAGGED_SHAPE.d)
-    d_a, d_b, d_gates, d_w3 = backward(**inputs)
-    assert d_a.shape == d_b.shape == (0, RAGGED_SHAPE.h) and d_gates.shape == (0, RAGGED_SHAPE.k)
-    assert d_w3.shape == inputs["w3"].shape and not d_w3.any()
 
 
 # ---- the output in parts, and sums in the epilogue of the product --------------------------------
@@ -423,12 +413,6 @@ WRONG = [
 def test_wrong_operands_are_refused(refused, error, message):
     with pytest.raises(error, match=message):
         refused()
-
-
-@pytest.mark.parametrize("function", OPERANDS)
-def test_the_numba_kernels_refuse_float64(function):
-    with pytest.raises(TypeError, match="has dtype float64, but it must be float32"):
-        call("numba", "expert_down", function, wide(OPERANDS[function]))
 
 
 # ---- planted faults ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from expert_stages import (
     EVERY,
     HARD,
     NUMBA,
+    NUMPY,
     PRODUCTS,
     RAGGED,
     SEVERAL_TILES,
@@ -23,7 +24,7 @@ from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.verify.cases import make_case
 
 
-@pytest.mark.parametrize(("stage", "version", "dtype"), EVERY + NUMBA)
+@pytest.mark.parametrize(("stage", "version", "dtype"), NUMPY + NUMBA + EVERY)
 def test_a_ragged_shape(stage, version, dtype):
     assert_right(stage, version, ragged(version), dtype)
 
@@ -41,7 +42,7 @@ HARD_ON_NUMBA = [
 
 
 HARD_ON_SIMT = [*HARD, make_case(33, 80, 136, 3, 2, name="several tiles each way")]
-ONE_DTYPE = {(stage, version): dtype for stage, version, dtype in EVERY + NUMBA}  # the last of each version
+ONE_DTYPE = {(stage, version): dtype for stage, version, dtype in NUMPY + NUMBA + EVERY}  # the last of each version
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_every_activation(stage, version, activation):
     assert_right(stage, version, make_case(*sizes, activation=activation), dtypes_of(stage, version)[0])
 
 
-@pytest.mark.parametrize(("stage", "version", "dtype"), EVERY + NUMBA)
+@pytest.mark.parametrize(("stage", "version", "dtype"), NUMPY + NUMBA + EVERY)
 def test_every_order_of_threads_gives_the_same_bits(stage, version, dtype):
     case = (ragged(version) if version == "numba" else make_case(70, 16, 24, 3, 2)).astype(dtype)
     first, second = (run(stage, version, quick(version, seed), case) for seed in (0, 7))
