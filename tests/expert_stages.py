@@ -16,7 +16,6 @@ from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import combine, expert_down, expert_up, gemm, tiles
 from moeblaze_ref.backends.registry import BACKENDS, OpenStage
 from moeblaze_ref.core.config import is_gated
-from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.verify import comparisons
@@ -55,7 +54,9 @@ def ragged(version):
     """A case that no tile of a version divides; Numba's simulator takes a small one."""
     if version != "numba":
         return RAGGED
-    return make_case(*((1027, 97, 203, 7, 3, "zipf") if cuda_device_count() else (13, 7, 6, 3, 2)))
+    from moeblaze_ref.backends.numba_cuda import runtime
+
+    return make_case(*((1027, 97, 203, 7, 3, "zipf") if runtime.EXECUTOR == "cuda" else (13, 7, 6, 3, 2)))
 
 
 def dtypes_of(stage, version):

@@ -433,48 +433,27 @@ FAULTS = {
         "hidden: wrong expert": ("w3[expert, hidden, i]", "w3[w3.shape[0] - 1 - expert, hidden, i]"),
         "hidden: slope left out": ("d_y * b_value * slope(a_value)", "d_y * b_value"),
         "hidden: y_swi without b": ("y *= b_value", "pass"),
-        "hidden: one block of columns": (
-            "range(thread, a.shape[1], THREADS)",
-            "range(thread, min(a.shape[1], THREADS - 3), THREADS)",
-        ),
-        "hidden: rows in token order": (
-            "token_expert_indices[slot], token_index_map[slot]\n        gate",
-            "token_expert_indices[slot], slot\n        gate",
-        ),
+        "hidden: one block of columns": ("thread, a.shape[1],", "thread, min(a.shape[1], THREADS - 3),"),
+        "hidden: rows in token order": ("[slot], token_index_map[slot]\n        gate", "[slot], slot\n        gate"),
         "hidden: d_b stale": ("d_b[position, hidden] = d_y * y", "pass"),
-        "d_w3: d_out not gathered": (
-            "d_out[expert_token_indices[position], column]",
-            "d_out[position % d_out.shape[0], column]",
-        ),
-        "d_w3: last row dropped": (
-            "range(expert_token_offsets[expert], expert_token_offsets[expert + 1])",
-            "range(expert_token_offsets[expert], expert_token_offsets[expert + 1] - 1)",
-        ),
+        "d_w3: d_out not gathered": ("expert_token_indices[position], column", "position % d_out.shape[0], column"),
+        "d_w3: last row dropped": ("expert_token_offsets[expert + 1]", "expert_token_offsets[expert + 1] - 1"),
     },
     "1_naive": {
         "unscaled gate": ("d_y = gate * d;", "d_y = d;"),
-        "gradient not gathered": (
-            "const long long token = (long long)expert_token_indices[at.row] * d;",
-            "const long long token = at.row % 7 * d;",
-        ),
+        "gradient not gathered": ("long token = (long long)expert_token_indices[at.row]", "long token = at.row % 7"),
         "slope left out": ("d_y * b * slope", "d_y * b"),
     },
     "2_tiled": {
         "gate term of one column": ("column < TILE; ++column) term +=", "column < 1; ++column) term +="),
-        "no barrier before the terms": (
-            "    });\n    __syncthreads();\n    if (threadIdx.x < tile.rows)",
-            "    });\n    if (threadIdx.x < tile.rows)",
-        ),
+        "no barrier before the terms": (");\n    __syncthreads();\n    if (threadIdx.x <", ");\n    if (threadIdx.x <"),
     },
     "3_mma": {
         "last columns": ("d, h, d - first_column}", "d, h, d - first_column - 8}"),
         "row tail stored": ("row >= rows || column >= columns", "column >= columns"),
         "gate term of every second lane": ("terms[line] += __shfl_xor_sync(FULL_WARP, terms[line], 2);", ""),
         "gate term of one warp": ("part < TILE_COLUMNS / WARP_COLUMNS", "part < 1"),
-        "no barrier before the terms": (
-            "    __syncthreads();\n    for (int row = threadIdx.x",
-            "    for (int row = threadIdx.x",
-        ),
+        "no barrier before the terms": ("__syncthreads();\n    for (int row = threadIdx", "for (int row = threadIdx"),
     },
     "0_gates": {
         "order of slots": ("gate_of_row[row] = gates[slot];", "gate_of_row[slot] = gates[slot];"),
@@ -498,32 +477,17 @@ FAULTS = {
             ";",
         ),
         "no last wait": ("wgmma_wait<0>();", ";"),
-        "arrives without its copies": (
-            "if (Roles::COPIERS) cp_async_arrive(full);",
-            "if (Roles::COPIERS) barrier_arrive(full);",
-        ),
+        "arrives without its copies": ("Roles::COPIERS) cp_async_arrive(full", "Roles::COPIERS) barrier_arrive(full"),
         "waits for one arrival too few": ("1 + Roles::COPIERS", "Roles::COPIERS ? Roles::COPIERS : 1"),
         "one lane copies for all": ("if (Roles::COPIERS || threadIdx.x == 0)", "if (threadIdx.x == 0)"),
-        "expects half": (
-            "barrier_arrive_expecting(full, A_BYTES + B_BYTES);",
-            "barrier_arrive_expecting(full, B_BYTES);",
-        ),
-        "no barrier after the ring is made": (
-            "        barrier_init_fence();\n    }\n    __syncthreads();",
-            "        barrier_init_fence();\n    }",
-        ),
+        "expects half": ("barrier_arrive_expecting(full, A_BYTES + B_BYTES", "barrier_arrive_expecting(full, B_BYTES"),
+        "no barrier after the ring is made": ("();\n    }\n    __syncthreads();", "();\n    }"),
         "half of the swizzle": ("(chunk ^ row % 8) * 16", "(chunk ^ row % 4) * 16"),
-        "wrong place in the depth": (
-            "B_STEP = Roles::B_ALONG_N ? 16 * 128 : 32",
-            "B_STEP = Roles::B_ALONG_N ? 8 * 128 : 32",
-        ),
+        "wrong place in the depth": ("B_STEP = Roles::B_ALONG_N ? 16 * 128 :", "B_STEP = Roles::B_ALONG_N ? 8 * 128 :"),
         "both consumers multiply the same rows": ("stage.a + consumer * PANEL_BYTES", "stage.a"),
         "half of the sums twice": ("sums + HALF / 2, a_now", "sums, a_now"),
         "last step of the rows dropped": ("(end - begin + TILE_DEPTH - 1) / TILE_DEPTH", "(end - begin) / TILE_DEPTH"),
-        "rows not gathered": (
-            "return tokens[min(row, tile.end - tile.begin - 1)];",
-            "return min(row, tile.end - tile.begin - 1);",
-        ),
+        "rows not gathered": ("tokens[min(row, tile.end - tile.begin - 1)];", "min(row, tile.end - tile.begin - 1);"),
         "tokens not read ahead": ("later = read(step + 2);", "later = read(step);"),
         "weights of another expert": ("p, tile.expert);", "p, 0);"),
         "last expert dropped": ("if (++expert == E) return false;", "if (++expert == E - 1) return false;"),
@@ -531,19 +495,10 @@ FAULTS = {
         "turns of more blocks than there are": ("taken * gridDim.x;", "taken * (gridDim.x + 1);"),
         "a band always full": ("high = min(BAND, row_tiles() - band * BAND)", "high = BAND"),
         "the epilogue does not wait": ("barrier_wait(&shared.done[number(i)], parity);", ";"),
-        "the epilogue waits for the first part alone": (
-            "++part, parity ^= 1)\n            store(",
-            "++part)\n            store(",
-        ),
+        "the epilogue waits for the first part alone": (", parity ^= 1)\n            store(", ")\n            store("),
         "consumer does not wait for the epilogue": ("barrier_wait(&shared.stored[warp], parity);", ";"),
-        "consumer waits before there is a part": (
-            "unsigned parity = 1;  // of the part before",
-            "unsigned parity = 0;",
-        ),
-        "every lane is done": (
-            "if (lane_id() == 0) barrier_arrive(&shared.done[warp]);",
-            "barrier_arrive(&shared.done[warp]);",
-        ),
+        "consumer waits before there is a part": ("parity = 1;  // of the part before", "parity = 0;"),
+        "every lane is done": ("if (lane_id() == 0) barrier_arrive(&shared.done", "barrier_arrive(&shared.done"),
         "piece never given back": ("if (lane_id() == 0) barrier_arrive(&shared.stored[number(i)]);", ";"),
         "piece given back before it is stored": (
             (
@@ -567,20 +522,11 @@ FAULTS = {
         "piece stored as if it were the first": ("return number(i) * WARP_ROWS;", "return i * WARP_ROWS;"),
         "second part is the first": ("sums + part * TILE_COLUMNS / 2 / Shared::PARTS", "sums"),
         "lower rows in the place of the upper": ("half * 8 + lane_id() % 8", "lane_id() % 8"),
-        "finished rows where no one looks": (
-            "lane_id() % 8, first + lane_id() / 8)",
-            "lane_id() % 8, first + (lane_id() / 8 ^ 1))",
-        ),
+        "finished rows where no one looks": ("() % 8, first + lane_id() / 8", "() % 8, first + (lane_id() / 8 ^ 1)"),
         "row tail stored": ("width, tile.rows, width - column);", "width, TILE_ROWS, width - column);"),
         "transposed piece not transposed": ("stmatrix_x4_transposed(&finished", "stmatrix_x4(&finished"),
-        "halves of a transposed piece alike": (
-            "at(first * CHUNK + lane_id(), half)",
-            "at(first * CHUNK + lane_id(), 0)",
-        ),
-        "transposed, tail of the columns stored": (
-            "width, rows - column, width - tile.row);",
-            "width, TILE_COLUMNS, width - tile.row);",
-        ),
+        "halves of a transposed piece alike": ("first * CHUNK + lane_id(), half", "first * CHUNK + lane_id(), 0"),
+        "transposed, tail of the columns stored": ("rows - column, width - tile.row", "TILE_COLUMNS, width - tile.row"),
         "transposed, tail of the rows stored": ("if (row < rows)\n", "if (true)\n"),
         "row tail of hidden gradients stored": ("count = min(WARP_ROWS, tile.rows - first)", "count = WARP_ROWS"),
         "column tail of hidden gradients stored": ("present = column < h ? count : 0;", "present = count;"),
@@ -593,17 +539,11 @@ FAULTS = {
         "warps share a and b": ("return threadIdx.x % WARPGROUP;", "return lane_id();"),
         "unscaled gate": ("gate_of_row[tile.first + first + lane_id()] : 0.0f", "1.0f : 0.0f"),
         "gate of another row": ("__shfl_sync(FULL_WARP, gates, row)", "__shfl_sync(FULL_WARP, gates, 0)"),
-        "gradient of its first element twice": (
-            "hidden_gradient(a_pair[1], b_pair[1], d_pair[1], gate)",
-            "hidden_gradient(a_pair[0], b_pair[0], d_pair[0], gate)",
-        ),
+        "gradient of its first element twice": ("a_pair[1], b_pair[1], d_pair[1],", "a_pair[0], b_pair[0], d_pair[0],"),
         "gate term of every second element": ("term += low.gate + high.gate;", "term += low.gate;"),
         "gate term not left": ("d.words[0] = __float_as_int(term);", ";"),
         "gate term without the last lane": ("lane < WARP; ++lane) sum", "lane < WARP - 1; ++lane) sum"),
-        "gate term before every lane has left its own": (
-            "            __syncwarp();\n            const int column_tiles",
-            "            const int column_tiles",
-        ),
+        "gate term before every lane has left its own": ("__syncwarp();\n            const int", "const int"),
         "gate terms of all tiles in one place": ("gate_terms[place + tile.column / TILE_COLUMNS]", "gate_terms[place]"),
     },
 }

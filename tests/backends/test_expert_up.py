@@ -321,10 +321,7 @@ FAULTS = {
         "up: wrong expert": ("w1[expert, step + row, hidden]", "w1[w1.shape[0] - 1 - expert, step + row, hidden]"),
         "up: w1 for w2": ("w2[expert, step + row, hidden]", "w1[expert, step + row, hidden]"),
         "up: last row dropped": ("live = position < end", "live = position < end - 1"),
-        "up: first tile of rows only": (
-            "range(expert_token_offsets[expert], end, TILE)",
-            "range(expert_token_offsets[expert], min(end, expert_token_offsets[expert] + TILE), TILE)",
-        ),
+        "up: first tile of rows only": ("end, TILE", "min(end, expert_token_offsets[expert] + TILE), TILE"),
         "up: first tile of d only": ("range(0, d, TILE)", "range(0, TILE, TILE)"),
         "up: last column dropped": ("if live and hidden < h:", "if live and hidden < h - 1:"),
         "up: b never written": ("b[position, hidden] = b_sum", "pass"),
@@ -336,24 +333,12 @@ FAULTS = {
         ),
         "d_x: stale": ("d_x[token, column] = total", "pass"),
         "d_x: last slot dropped": ("range(token * k, (token + 1) * k)", "range(token * k, (token + 1) * k - 1)"),
-        "d_x: rows in token order": (
-            "token_expert_indices[slot], token_index_map[slot]",
-            "token_expert_indices[slot], slot",
-        ),
-        "d_x: wrong expert": (
-            "token_expert_indices[slot], token_index_map[slot]",
-            "token_expert_indices[token * k], token_index_map[slot]",
-        ),
+        "d_x: rows in token order": ("[slot], token_index_map[slot]", "[slot], slot"),
+        "d_x: wrong expert": ("token_expert_indices[slot],", "token_expert_indices[token * k],"),
         "d_x: without d_b": ("total += d_b[position, i] * w2[expert, column, i]", "total += ZERO"),
-        "d_w: first row dropped": (
-            "range(expert_token_offsets[expert], expert_token_offsets[expert + 1])",
-            "range(expert_token_offsets[expert] + 1, expert_token_offsets[expert + 1])",
-        ),
+        "d_w: first row dropped": ("expert], expert_token_offsets[expert", "expert] + 1, expert_token_offsets[expert"),
         "d_w: x not gathered": ("x[expert_token_indices[position], row]", "x[position % x.shape[0], row]"),
-        "d_w: next expert's": (
-            "d_w[expert, row, column] = total",
-            "d_w[(expert + 1) % num_experts, row, column] = total",
-        ),
+        "d_w: next expert's": ("d_w[expert, row, column] =", "d_w[(expert + 1) % num_experts, row, column] ="),
     },
     "1_naive": {
         "unscaled row": ("expert_token_indices[at.row] * d", "at.row % 7 * d"),
@@ -363,24 +348,15 @@ FAULTS = {
         "drops a row": ("for (int row = begin; row < end; ++row)", "for (int row = begin + 1; row < end; ++row)"),
     },
     "2_tiled": {
-        "no barrier after the tokens": (
-            "tokens[threadIdx.x] = expert_token_indices[tile.first + threadIdx.x];\n    __syncthreads();",
-            "tokens[threadIdx.x] = expert_token_indices[tile.first + threadIdx.x];",
-        ),
+        "no barrier after the tokens": ("first + threadIdx.x];\n    __syncthreads();", "first + threadIdx.x];"),
         "row of another expert": ("if (row < tile.rows && j < h) store_hidden", "if (j < h) store_hidden"),
-        "tiles read too early": (
-            "[&](int side, int p) { return b(r, side, p); });\n        __syncthreads();",
-            "[&](int side, int p) { return b(r, side, p); });",
-        ),
+        "tiles read too early": ("return b(r, side, p); });\n        __syncthreads();", "return b(r, side, p); });"),
         "tiles written too early": ("        __syncthreads();  // all have read", "        // all have read"),
         "activation of b": ("GATED ? act_a * b : act_a", "act_a"),
     },
     "3_mma": {
         "does not wait": ("cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();"),
-        "no barrier after waiting": (
-            "        __syncthreads();  // the next stage has arrived",
-            "        // the next stage has arrived",
-        ),
+        "no barrier after waiting": ("        __syncthreads();  // the next stage", "        // the next stage"),
         "stale stage": ("cp_async_or_zero(stage +", "if (begin) cp_async_or_zero(stage +"),
         "past the end of the depth": ("number >= 0 && at < width", "number >= 0"),
         "fragments of the stage before": ("(last ? step + 1 : step)", "step"),
@@ -396,19 +372,10 @@ FAULTS = {
     },
     "7_persistent": {
         "no wait for the operands": ("barrier_wait(&shared.full[now], state.parity);", ";"),
-        "wrong parity": (
-            "barrier_wait(&shared.full[now], state.parity);",
-            "barrier_wait(&shared.full[now], state.parity ^ 1);",
-        ),
+        "wrong parity": ("&shared.full[now], state.parity", "&shared.full[now], state.parity ^ 1"),
         "stage free before it is read": ("wgmma_wait<BEHIND>();", ";"),
-        "every lane frees the stage": (
-            "if (step >= BEHIND && lane_id() == 0) barrier_arrive",
-            "if (step >= BEHIND) barrier_arrive",
-        ),
-        "a tile without steps frees a stage": (
-            "if (BEHIND && tile.steps > 0 && lane_id() == 0)",
-            "if (BEHIND && lane_id() == 0)",
-        ),
+        "every lane frees the stage": ("if (step >= BEHIND && lane_id() == 0)", "if (step >= BEHIND)"),
+        "a tile without steps frees a stage": ("BEHIND && tile.steps > 0 && lane_id() ==", "BEHIND && lane_id() =="),
         "products in no group": ("wgmma_commit();\n", ";\n"),
         "no fence before the product": ("if (Roles::COPIERS) fence_async_proxy();", ";"),
         "copies never arrive": ("if (Roles::COPIERS) cp_async_arrive(full);", ";"),
@@ -439,10 +406,7 @@ FAULTS = {
         "tokens of the step before": ("now = __shfl_down_sync(FULL_WARP, now, 16);", ";"),
         "second weights are the first": ("second ? &w2 : &w1, full, p", "&w1, full, p"),
         "columns of w1 for those of w2": ("second ? &w2 : &w1, full,\n", "&w1, full,\n"),
-        "panels of w1 and w2 with a tile between": (
-            "tile.column + panel / PROJECTIONS * PANEL",
-            "tile.column + panel * PANEL",
-        ),
+        "panels of w1 and w2 with a tile between": ("column + panel / PROJECTIONS * PANEL", "column + panel * PANEL"),
         "sums of the tile before": (
             "    while (tiles.next(tile)) {\n        float sums[TILE_COLUMNS / 2] = {};",
             "    float sums[TILE_COLUMNS / 2] = {};\n    while (tiles.next(tile)) {",
@@ -453,14 +417,8 @@ FAULTS = {
             "if (expert >= E || expert_token_offsets[expert] == expert_token_offsets[expert + 1]) return false;",
         ),
         "rows of the experts before": ("            begin = end;", ";"),
-        "the epilogue waits for the first consumer alone": (
-            "barrier_wait(&shared.done[number(i)], parity);",
-            "barrier_wait(&shared.done[number(i) % 4], parity);",
-        ),
-        "consumer waits for the first part alone": (
-            "++part, parity ^= 1) {\n            barrier_wait(&shared.stored",
-            "++part) {\n            barrier_wait(&shared.stored",
-        ),
+        "the epilogue waits for the first consumer alone": ("&shared.done[number(i)],", "&shared.done[number(i) % 4],"),
+        "consumer waits for the first part alone": ("++part, parity ^= 1) {\n            ", "++part) {\n            "),
         "consumer never done": ("if (lane_id() == 0) barrier_arrive(&shared.done[warp]);", ";"),
         "piece done before it is there": (
             (
@@ -477,48 +435,24 @@ FAULTS = {
             "if (lane_id() == 0) barrier_arrive(&shared.stored[number(i)]);",
             "barrier_arrive(&shared.stored[number(i)]);",
         ),
-        "piece given back before every lane has stored": (
-            "void give_back(int i) const {\n        __syncwarp();",
-            "void give_back(int i) const {",
-        ),
-        "rows of the second consumer not stored": (
-            "COUNT = EPILOGUE_TILES / Roles::EPILOGUE_WARPS",
-            "COUNT = EPILOGUE_TILES / Roles::EPILOGUE_WARPS / 2",
-        ),
-        "piece of another consumer": (
-            "return shared.finished[number(i)];",
-            "return shared.finished[(number(i) + 4) % EPILOGUE_TILES];",
-        ),
-        "another piece given back": (
-            "barrier_arrive(&shared.stored[number(i)]);",
-            "barrier_arrive(&shared.stored[i]);",
-        ),
+        "piece given back before every lane has stored": ("(int i) const {\n        __syncwarp();", "(int i) const {"),
+        "rows of the second consumer not stored": (" / Roles::EPILOGUE_WARPS", " / Roles::EPILOGUE_WARPS / 2"),
+        "piece of another consumer": ("finished[number(i)];", "finished[(number(i) + 4) % EPILOGUE_TILES];"),
+        "another piece given back": ("barrier_arrive(&shared.stored[number(i)])", "barrier_arrive(&shared.stored[i])"),
         "second part in the first one's place": ("store(tile, part * TILE_COLUMNS / Shared::PARTS,", "store(tile, 0,"),
-        "upper rows in the place of the lower": (
-            "const int i = (first + j) * 4 + half * 2;",
-            "const int i = (first + j) * 4;",
-        ),
-        "pair packed the other way round": (
-            "{from_float<T>(first), from_float<T>(second)}",
-            "{from_float<T>(second), from_float<T>(first)}",
-        ),
+        "upper rows in the place of the lower": ("int i = (first + j) * 4 + half * 2;", "int i = (first + j) * 4;"),
+        "pair packed the other way round": ("T>(first), from_float<T>(second)}", "T>(second), from_float<T>(first)}"),
         "pair unpacked the other way round": (
             "    pair[0] = to_float(values[0]);\n    pair[1] = to_float(values[1]);\n",
             "    pair[0] = to_float(values[1]);\n    pair[1] = to_float(values[0]);\n",
         ),
         "column tail stored": ("tile.rows, width - column);", "tile.rows, TILE_COLUMNS);"),
-        "row tail of weights stored": (
-            "width, rows - tile.row, width - column);",
-            "width, TILE_ROWS, width - column);",
-        ),
+        "row tail of weights stored": ("width, rows - tile.row, width - column", "width, TILE_ROWS, width - column"),
         "column tail of weights stored": ("rows - tile.row, width - column);", "rows - tile.row, TILE_COLUMNS);"),
         "row tail of y_swi stored": ("row < min(WARP_ROWS, tile.rows - first);", "row < WARP_ROWS;"),
         "column tail of y_swi stored": ("if (column < h)\n", "\n"),
         "a stored as b": ("chunk + PANEL_CHUNKS * (PROJECTIONS - 1)", "chunk"),
-        "y_swi of its first element twice": (
-            "hidden_activation(a_pair[1], b_pair[1])",
-            "hidden_activation(a_pair[0], b_pair[0])",
-        ),
+        "y_swi of its first element twice": ("a_pair[1], b_pair[1]", "a_pair[0], b_pair[0]"),
     },
     "0_sum_rows": {
         "zeros": ("return 1.0f;", "return 0.0f;"),
