@@ -470,7 +470,7 @@ FAULTS = {
                 "        wgmma_results(sums);\n"
                 "        if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);\n"
             ),
-            ("if (lane_id() == 0) barrier_arrive(&shared.empty[now]);\n        }\n        wgmma_wait<0>();\n"),
+            "if (lane_id() == 0) barrier_arrive(&shared.empty[now]);\n        }\n        wgmma_wait<0>();\n",
         ),
         "last stage of a tile never free": (
             "if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);",

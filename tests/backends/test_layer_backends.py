@@ -1,5 +1,7 @@
 """The layer in every backend: each activation, what each policy keeps, relu's backward from y_swi alone, faults."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from expert_stages import IN_PARTS, RAGGED, assert_same_bits
@@ -30,20 +32,23 @@ def errors(found, truth):
     return [relative_error(*pair) for pair in pairs]
 
 
-def run_layer(case, k, policy="minimal", renormalize=False, losses=(0.7, 0.3), stage=layer):
-    """(out, both losses and every gradient; what was saved)."""
+def run_layer(version, case, policy="minimal", renormalize=False, overwrite=False):
+    """(out, both losses and every gradient; what was saved) of the numpy layer, Numba's, or one of raw kernels."""
+    others = {"numpy": numpy_layer, "numba": layer}
+    how = {} if version in others else {"executor": Quick(), "version": version}
+    stage = others.get(version, raw_layer)
     with runtime.poisoned_outputs():
-        output = stage.forward(case.x, case.weights, k, case.activation, policy, renormalize)
-        gradients = stage.backward(case.d_out, output.saved, case.weights, *losses)
-    return (*output[:3], *gradients), output.saved
+        output = stage.forward(case.x, case.weights, case.k, case.activation, policy, renormalize, **how)
+        saved = replace(output.saved, intermediates={**output.saved.intermediates})  # a backward may empty its own
+        gradients = stage.backward(case.d_out, output.saved, case.weights, 0.7, 0.3, overwrite=overwrite, **how)
+    return (*output[:3], *gradients), saved
 
 
-def layer_errors(shape, activation="swiglu", renormalize=True, stage=layer):
-    """Relative errors of the layer's results, the choice of experts being the specification's."""
+def layer_errors(shape, activation="swiglu", renormalize=True):
+    """Relative errors of Numba's layer, the choice of experts being the specification's."""
     case = shape.case(activation).astype(np.float32)
-    found, saved = run_layer(case, shape.k, renormalize=renormalize, stage=stage)
-    exact = case.astype(np.float64)
-    truth, expected = run_layer(exact, shape.k, renormalize=renormalize, stage=numpy_layer)
+    found, saved = run_layer("numba", case, renormalize=renormalize)
+    truth, expected = run_layer("numpy", case.astype(np.float64), renormalize=renormalize)
     np.testing.assert_array_equal(saved.dispatch.token_expert_indices, expected.dispatch.token_expert_indices)
     return errors(found, truth)
 
@@ -62,12 +67,12 @@ def test_the_layer_with_every_shape(shape, renormalize):
 @pytest.mark.parametrize("activation", ["swiglu", "gelu_tanh", "relu"])
 def test_policies_agree_to_the_bit_and_keep_what_the_specification_keeps(activation):
     case = LAYER.case(activation).astype(np.float32)
-    first, _ = run_layer(case, LAYER.k)
+    first, _ = run_layer("numba", case)
     for policy in POLICIES:
-        found, saved = run_layer(case, LAYER.k, policy)
+        found, saved = run_layer("numba", case, policy)
         for one, other in zip(found, first, strict=True):
             np.testing.assert_array_equal(one, other, err_msg=policy)
-        _, expected = run_layer(case, LAYER.k, policy, stage=numpy_layer)
+        _, expected = run_layer("numpy", case, policy)
         assert saved.tensors().keys() == expected.tensors().keys()
         kept = errors(saved.intermediates.values(), expected.intermediates.values())
         assert max(kept, default=0.0) <= BOUNDS["float32"]
@@ -126,10 +131,11 @@ def test_bad_input_of_the_layer(change, error, message):
 SIZES = {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2}  # no tile divides the rows of an expert
 WIDE = {"L": 70, "d": 128, "h": 128, "E": 3, "k": 2}  # what 7_persistent takes
 
-# version of the expert kernels (None: numpy), dtype, sizes
+# version of the expert kernels, or the backend that has none; dtype, sizes
 VERSIONS = [
-    (None, "float64", SIZES),
-    (None, "float32", SIZES),
+    ("numpy", "float64", SIZES),
+    ("numpy", "float32", SIZES),
+    ("numba", "float32", LAYER._asdict()),
     *((version, "float32", SIZES) for version in ("1_naive", "2_tiled", "3_mma_tf32")),
     *((version, "bfloat16", SIZES) for version in ("1_naive", "2_tiled", "3_mma")),
     ("7_persistent", "bfloat16", WIDE),
@@ -142,29 +148,21 @@ def zeros_and_signs(case):
     return case
 
 
-def run(version, case, policy, overwrite):
-    """Output, losses and every gradient of the layer, and the names of what it kept."""
-    layer, how = (raw_layer, {"executor": Quick(), "version": version}) if version else (numpy_layer, {})
-    output = layer.forward(case.x, case.weights, case.k, "relu", policy, **how)
-    kept = tuple(output.saved.intermediates)
-    gradients = layer.backward(case.d_out, output.saved, case.weights, 0.7, 0.3, overwrite=overwrite, **how)
-    return [*output[:3], *gradients], kept
-
-
 def test_every_version_of_the_expert_kernels_is_in_the_list():
-    assert {version for version, *_ in VERSIONS if version} == {*expert_up.VERSIONS} == {*expert_down.VERSIONS}
+    versions = {version for version, *_ in VERSIONS} - {"numpy", "numba"}
+    assert versions == {*expert_up.VERSIONS} == {*expert_down.VERSIONS}
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
 @pytest.mark.parametrize(("version", "dtype", "sizes"), VERSIONS)
 def test_y_swi_alone_gives_the_bits_of_a(version, dtype, sizes, overwrite):
-    case = zeros_and_signs(make_case(**sizes, routing="zipf", activation="relu")).astype(dtype)
-    expected, kept = run(version, case, "conventional", overwrite)
-    assert "a" in kept
+    case = zeros_and_signs(make_case(**sizes | {"routing": "zipf"}, activation="relu")).astype(dtype)
+    expected, saved = run_layer(version, case, "conventional", overwrite=overwrite)
+    assert "a" in saved.intermediates
     for policy in POLICIES:
-        found, kept = run(version, case, policy, overwrite)
+        found, saved = run_layer(version, case, policy, overwrite=overwrite)
         if policy in ("paper", "minimal"):
-            assert kept == ("y_swi",)
+            assert tuple(saved.intermediates) == ("y_swi",)
         for one, other in zip(found, expected, strict=True):
             assert (one is None and other is None) or np.array_equal(one, other)
             assert one is None or np.asarray(one, dtype=np.float64).any()
@@ -190,7 +188,7 @@ def test_a_layer_in_parts_of_its_columns_is_the_same(policy, monkeypatch):
     def outcome():
         executor = Quick()
         with executor.recording() as launches:
-            out, *_, saved = layer.forward(
+            out, *_, saved = raw_layer.forward(
                 case.x, case.weights, case.k, policy=policy, executor=executor, version="7_persistent"
             )
         return out, saved.tensors(), [launch.kernel for launch in launches].count("combine")
@@ -207,9 +205,9 @@ def test_a_layer_in_parts_of_its_columns_is_the_same(policy, monkeypatch):
 def test_the_papers_forward_keeps_what_the_policy_says_and_never_has_y(policy):
     case, executor = RAGGED.astype("bfloat16"), Quick()
     arguments = case.x, case.weights, case.k, case.activation, policy
-    expected = layer.forward(*arguments, executor=executor)
+    expected = raw_layer.forward(*arguments, executor=executor)
     with executor.recording() as launches:
-        found = layer.forward(*arguments, executor=executor, version="as_printed")
+        found = raw_layer.forward(*arguments, executor=executor, version="as_printed")
     kernels = [launch.kernel for launch in launches]
     assert kernels[-case.E - 2 :] == ["gate_rows", *["add_expert"] * case.E, "round_sums"]
     assert not {"expert_down", "combine"} & {*kernels}
