@@ -106,6 +106,7 @@ def of(stage, dtype, tile=None, **constants):
 
 
 def but_for_the_band(candidates):
+    """Tiles that differ in more than the band."""
     return dict.fromkeys(replace(tile, band=8) for tile in candidates)
 
 
