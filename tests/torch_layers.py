@@ -60,3 +60,14 @@ def settled():
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
+
+
+def peak_of_step(layer, x):
+    """The most bytes that torch's allocator gives a step, over those in use before it."""
+    leaves = [x, *layer.parameters()]
+    torch.autograd.grad(layer(x).out.sum(), leaves)  # compiles, and lets cuBLAS take its workspace
+    before = settled()
+    gradients = torch.autograd.grad(layer(x).out.sum(), leaves)  # sum keeps no output, and its gradient is expanded
+    torch.cuda.synchronize()
+    assert len(gradients) == len(leaves)
+    return torch.cuda.max_memory_allocated() - before
