@@ -1,5 +1,6 @@
 """Fixed capacity: who is dropped, padded batches and their gradients, the torch layer, and what the waste comes to."""
 
+import operator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -408,20 +409,13 @@ def test_autocast_computes_in_its_dtype():
 # Planted faults
 
 
-def no_row(function, row):
-    """`_take` that loses one row of what it takes."""
-
+def without_the_last_row(take):
     def faulty(matrix, index):
-        taken = function(matrix, index)
-        lost = taken.clone() if isinstance(taken, torch.Tensor) else taken.copy()
-        lost[row] = 0
-        return lost
+        taken = 1 * take(matrix, index)  # a copy
+        taken[-1] = 0
+        return taken
 
     return faulty
-
-
-def take_last_for_empty(matrix, index):
-    return matrix[index]
 
 
 def higher_id_first_by_numpy(gates):
@@ -433,17 +427,8 @@ def higher_id_first_by_torch(routing, policy):
     return flat.numel() - 1 - flat.flip(0).argsort(descending=True, stable=True)
 
 
-def token_after_token_by_torch(routing, policy):
-    return torch.arange(routing.gates.numel())
-
-
-def one_row_fewer(function, at):
-    def faulty(*arguments):
-        arguments = list(arguments)
-        arguments[at] -= 1
-        return function(*arguments)
-
-    return faulty
+def one_row_fewer(fill):
+    return lambda choice, other, rows, policy: fill(choice, other, rows - 1, policy)
 
 
 def without_gates(function):
@@ -459,20 +444,24 @@ def gates_alike(function):
 
 
 FAULTS = {
-    "numpy: the last row is lost": (capacity, "_take", no_row(capacity._take, -1)),
-    "numpy: padding and drops read a row": (capacity, "_take", take_last_for_empty),
+    "numpy: the last row is lost": (capacity, "_take", without_the_last_row(capacity._take)),
+    "numpy: padding and drops read a row": (capacity, "_take", operator.getitem),  # the last for EMPTY
     "numpy: ties to the higher id": ("claims", "by_gate", higher_id_first_by_numpy),
     "numpy: the lowest gates stay": ("claims", "by_gate", lambda gates: np.argsort(gates, axis=None, kind="stable")),
     "numpy: token after token": ("claims", "by_arrival", lambda gates: np.arange(gates.size)),
-    "numpy: a row too few": (capacity.fill, "unchecked", one_row_fewer(capacity.fill.unchecked, 2)),
+    "numpy: a row too few": (capacity.fill, "unchecked", one_row_fewer(capacity.fill.unchecked)),
     "numpy: the gradient is not weighted": (capacity.gather, "unchecked", without_gates(capacity.gather.unchecked)),
     "numpy: the output is not weighted": (capacity.scatter, "unchecked", without_gates(capacity.scatter.unchecked)),
     "numpy: gates get no gradient": (capacity.gate_gradient, "unchecked", zeros_of(capacity.gate_gradient.unchecked)),
-    "torch: the last row is lost": (torch_capacity, "_take", no_row(torch_capacity._take, -1)),
-    "torch: padding and drops read a row": (torch_capacity, "_take", take_last_for_empty),
+    "torch: the last row is lost": (torch_capacity, "_take", without_the_last_row(torch_capacity._take)),
+    "torch: padding and drops read a row": (torch_capacity, "_take", operator.getitem),  # the last for EMPTY
     "torch: ties to the higher id": (torch_capacity, "_claims", higher_id_first_by_torch),
-    "torch: token after token": (torch_capacity, "_claims", token_after_token_by_torch),
-    "torch: a row too few": (torch_capacity, "fill", one_row_fewer(torch_capacity.fill, 2)),
+    "torch: token after token": (
+        torch_capacity,
+        "_claims",
+        lambda routing, policy: torch.arange(routing.gates.numel()),
+    ),
+    "torch: a row too few": (torch_capacity, "fill", one_row_fewer(torch_capacity.fill)),
     "torch: zeros": (torch_capacity, "padded_experts", zeros_of(torch_capacity.padded_experts)),
     "torch: all gates alike": (torch_capacity, "combine", gates_alike(torch_capacity.combine)),
 }
