@@ -1,6 +1,7 @@
 """Torch layers that tests make, and what a step of theirs gives."""
 
 import gc
+from contextlib import contextmanager
 
 import torch
 
@@ -52,6 +53,20 @@ def step(layer, x):
     loss = (result.out.float() * x.detach().float()).sum() + result.load_balancing_loss + result.router_z_loss
     gradients = torch.autograd.grad(loss, [x, *layer.parameters()])
     return (*[output.detach() for output in result], *gradients)
+
+
+@contextmanager
+def eager_collector():
+    """A full collection at nearly each allocation of a Python object; there is little else to look through."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # Python puts full collections off until a quarter of what this one found is new
+    gc.set_threshold(1, 1, 1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def settled():

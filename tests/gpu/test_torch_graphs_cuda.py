@@ -2,12 +2,11 @@
 
 import gc
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch_layers
-from torch_layers import all_equal, step
+from torch_layers import all_equal, eager_collector, step
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
@@ -27,20 +26,6 @@ def make_layer(system="moeblaze", dtype=torch.bfloat16, **options):
 
 def make_x(seed=1, dtype=torch.bfloat16):
     return torch_layers.make_x(L, SIZES["d"], seed=seed, device="cuda", dtype=dtype)
-
-
-@contextmanager
-def eager_collector():
-    """A full collection at nearly each allocation of a Python object; there is little else to look through."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # Python puts full collections off until a quarter of what this one found is new
-    gc.set_threshold(1, 1, 1)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 class OlderGraph:

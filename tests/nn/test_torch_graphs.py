@@ -9,7 +9,7 @@ import pytest
 import torch
 from pretended_graphs import pretended_graphs
 from torch.utils.checkpoint import checkpoint
-from torch_layers import all_equal, make_layer, make_x
+from torch_layers import all_equal, eager_collector, make_layer, make_x
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.nn import torch_graphs
@@ -69,15 +69,9 @@ def test_stages_keep_the_collector_out_of_a_capture_alone(cuda):
 
 
 @pytest.fixture
-def eager_collector():
-    """A full collection at nearly each allocation of a Python object; there is little else to look through."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # Python puts full collections off until a quarter of what this one found is new
-    gc.set_threshold(1, 1, 1)
-    yield
-    gc.set_threshold(*thresholds)
+def collector_at_work():
+    with eager_collector():
+        yield
     gc.collect()
 
 
@@ -97,7 +91,7 @@ def test_a_capture_collects_first(cuda):
     assert cuda.events[:2] == ["collection", "begin"]
 
 
-@pytest.mark.usefixtures("eager_collector")
+@pytest.mark.usefixtures("collector_at_work")
 def test_a_capture_keeps_the_collector_out(cuda):
     graph = torch.cuda.CUDAGraph()
     with capture(graph):
@@ -121,7 +115,7 @@ def test_a_capture_that_fails_leaves_torch_able_to_capture(cuda, monkeypatch):
     assert gc.isenabled() and not any(cuda.collector)
 
 
-@pytest.mark.usefixtures("eager_collector")
+@pytest.mark.usefixtures("collector_at_work")
 def test_a_graphed_layer_is_captured_without_the_collector(cuda, monkeypatch):
     """Though old graphs become garbage in both captures."""
     older, dropped = [Cycle(torch.cuda.CUDAGraph()) for _ in range(2)], []
