@@ -268,7 +268,10 @@ def standard_cases() -> list[Case]:
     """
     return [
         make_case(13, 8, 16, 4, 2, "zipf", "small"),
-        *tile_cases(),
+        # Two tiles, of 256 columns or 256 experts at most, the last not full. "hot expert" has two along its rows.
+        make_case(9, 8, 264, 3, 2, name="two tiles along h"),
+        make_case(9, 264, 8, 3, 2, name="two tiles along d"),
+        make_case(9, 8, 8, 264, 2, name="two tiles along E"),
         make_case(1, 8, 16, 4, 2, name="one token"),
         make_case(9, 8, 16, 4, 4, name="k = E"),
         make_case(11, 8, 16, 5, 1, "hot", "one expert gets all"),
@@ -279,23 +282,6 @@ def standard_cases() -> list[Case]:
         make_case(300, 8, 16, 16, 2, "hot", "hot expert"),
         make_case(70, 16, 8, 130, 8, "empty", "many experts, half of them empty"),
     ]
-
-
-def tile_cases() -> list[Case]:
-    """Return small cases with a second tile along one axis: of 256 columns or 256 experts at most, the last not full.
-
-    "hot expert" of `standard_cases` has a second tile along the rows of one expert.
-    """
-    return [
-        make_case(9, 8, 264, 3, 2, name="two tiles along h"),
-        make_case(9, 264, 8, 3, 2, name="two tiles along d"),
-        make_case(9, 8, 8, 264, 2, name="two tiles along E"),
-    ]
-
-
-def ungated_tiles_case() -> Case:
-    """Return two tiles along h where a and b do not share a tile's columns."""
-    return make_case(9, 8, 264, 3, 2, name="two tiles along h, ungated", activation="silu")
 
 
 def telling_cases(dtype: str = "float32") -> list[Case]:
@@ -426,7 +412,9 @@ def whole_block_cases() -> list[Case]:
 
 
 def option_cases() -> list[Case]:
-    """Every activation, in small cases, `kink_cases`, `ungated_tiles_case`, then other options: `paired_options`."""
+    """Every activation, in small cases, `kink_cases`, two tiles along h where a and b do not share a tile's columns,
+    then other options: `paired_options`.
+    """
     policies = itertools.cycle(POLICIES)
     activations = [
         replace(
@@ -436,7 +424,8 @@ def option_cases() -> list[Case]:
         )
         for seed, (activation, policy) in enumerate(zip(ACTIVATIONS, policies, strict=False))
     ]
-    return activations + kink_cases() + [ungated_tiles_case()] + paired_options()
+    ungated = make_case(9, 8, 264, 3, 2, name="two tiles along h, ungated", activation="silu")
+    return [*activations, *kink_cases(), ungated, *paired_options()]
 
 
 # Each switch of `paired_options` differs from ``renormalize`` under the policies that have a 1 here. No two rows are

@@ -501,13 +501,11 @@ def _run_experts(stage: Any, case: Case, *options: Any) -> Results:
     return {"forward": {"out": out}, "backward": _present(**found._asdict())}
 
 
-def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
-    """Expected results of `run_block_sparse`: the same experts, independent of their storage."""
-    return _expect_experts(case, dtype)
+def expect_experts(case: Case, dtype: torch.dtype, mask: Tensor | None = None) -> Results:
+    """Expected results of the experts alone, independent of their storage, the gates given.
 
-
-def _expect_experts(case: Case, dtype: torch.dtype, mask: Tensor | None = None) -> Results:
-    """The experts alone, the gates given; a slot that is False in the mask (L, k) adds nothing."""
+    A slot that is False in the mask (L, k) adds nothing.
+    """
     (_, w1, w2, w3), order = case.weights, _order(case)
     given = _present(x=case.x, w1=w1, w2=w2, w3=w3, gates=gates_of(case))
     inputs = {name: _leaf(array, dtype) for name, array in given.items()}
@@ -560,7 +558,7 @@ def run_capacity(stage: Any, case: Case) -> Results:
 
 def expect_capacity(case: Case, dtype: torch.dtype) -> Results:
     """Expected results of `run_capacity`: the gate of a dropped slot counts as 0."""
-    return _expect_experts(case, dtype, torch.from_numpy(kept(case, case.topk_experts, gates_of(case)).mask))
+    return expect_experts(case, dtype, torch.from_numpy(kept(case, case.topk_experts, gates_of(case)).mask))
 
 
 def dispatch_of(case: Case) -> Dispatch:
@@ -704,10 +702,6 @@ def _without_gates(expected: Results) -> Results:
     return expected
 
 
-def _with_policies() -> list[Case]:
-    return [*every_choice(), *paired_options(), *single_gradients()]
-
-
 def _without_policies() -> list[Case]:
     return [*every_activation(), *paired_options(), *single_gradients()]
 
@@ -717,11 +711,9 @@ def _in_blocks() -> list[Case]:
     return [*_without_policies(), whole_block_case(), *wide_block_cases()]
 
 
-def _of_capacities() -> list[Case]:
-    return [*extended("capacity", None, standard_cases()), *_without_policies()]
-
-
 KERNELS, PLAIN = ("simt", "cuda"), ("torch",)
+_with_policies = lambda: [*every_choice(), *paired_options(), *single_gradients()]
+_of_capacities = lambda: [*extended("capacity", None, standard_cases()), *_without_policies()]
 # The options that a case chooses of a layer.
 _nothing = lambda case: {}
 _policy = lambda case: {"policy": case.policy}
@@ -765,7 +757,7 @@ EXPECT: dict[str, Expect] = {
     "expert_down": expect_expert_down,
     "combine": expect_combine,
     "layer": expect_saving_layer,
-    "block_sparse": expect_block_sparse,
+    "block_sparse": expect_experts,
     "capacity": expect_capacity,
 }
 

@@ -46,6 +46,7 @@ def _choice(name: str, values: tuple[str, ...]) -> Option:
     return Option(name, values, lambda check: getattr(check.case, name), name)
 
 
+_WANTED = {GRADIENTS: "all"} | {(name,): name for name in GRADIENTS}
 OPTIONS = (
     _switch("renormalize", lambda case: case.renormalize, "renormalize"),
     _choice("policy", tuple(POLICIES)),
@@ -55,17 +56,13 @@ OPTIONS = (
     _choice("capacity_factor", tuple(map(str, CAPACITY_FACTORS))),
     _choice("drop_policy", tuple(DROP_POLICIES)),
     _switch("topk_experts", lambda case: case.replay, "topk_experts"),
-    Option("wanted", ("all", *GRADIENTS), lambda check: _wanted(check.case), "wanted"),
+    Option("wanted", ("all", *GRADIENTS), lambda check: _WANTED.get(check.case.wanted, "some"), "wanted"),
     _switch("overwrite", lambda case: case.overwrite, "overwrite"),
     _switch("autocast", is_cast, ""),
     _switch("keep_routing", lambda case: case.keep_routing, ""),
     Option("block", tuple(map(str, (8, BLOCK, *WIDE_BLOCKS))), lambda check: block_of(check.case), "block"),
     Option("dtype", ("float64", *WIDE), lambda check: check.dtype, "dtype"),
 )
-
-
-def _wanted(case: Case) -> str:
-    return "all" if case.wanted == GRADIENTS else ", ".join(case.wanted)
 
 
 ROUTER = ("renormalize", "load_balancing_loss", "router_z_loss")

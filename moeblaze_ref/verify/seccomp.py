@@ -45,13 +45,8 @@ _REFUSED = [_instruction(_RETURN, _ERRNO | errno.EPERM)]
 _ABSENT = [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]
 
 
-def _always(process: int) -> Block:
-    return _REFUSED
-
-
-def _absent(process: int) -> Block:
-    """The C library then uses the older call, whose arguments the filter sees."""
-    return _ABSENT
+_always = lambda process: _REFUSED
+_absent = lambda process: _ABSENT  # the C library then uses the older call, whose arguments the filter sees
 
 
 def _on_other_processes(process: int, index: int = 0) -> Block:

@@ -111,8 +111,9 @@ class Problem:
     @cached_property
     def expected(self) -> Arrays:
         """The outputs by the specification, in float64 or int32. Computed when first asked for: after the launches."""
-        exact = {name: _exact(self.inputs.get(name)) for name in self.contract.inputs}
-        given = SimpleNamespace(**{**exact, "dispatch": self.dispatch, "E": self.case.E, "k": self.case.k})
+        exact = {name: a if a.dtype == np.int32 else a.astype(np.float64) for name, a in self.inputs.items()}
+        absent = dict.fromkeys(self.contract.inputs)
+        given = SimpleNamespace(**absent | exact, dispatch=self.dispatch, E=self.case.E, k=self.case.k)
         given.activation, given.renormalize = self.case.activation, self.case.renormalize
         return {name: array for name, array in self.contract.expect(given).items() if array is not None}
 
@@ -137,10 +138,6 @@ def set_problem(contract: Contract, case: Case) -> Problem:
     tensors = _tensors(case, routes)
     inputs = {name: tensor for name in contract.inputs if (tensor := tensors[name]) is not None}
     return Problem(contract, case, routes, inputs)
-
-
-def _exact(array: np.ndarray | None) -> np.ndarray | None:
-    return array if array is None or array.dtype == np.int32 else array.astype(np.float64)
 
 
 def _tensors(case: Case, routes: Dispatch) -> dict[str, np.ndarray | None]:

@@ -97,7 +97,10 @@ class Exam:
             return Result(shape, answer.fault, None, {})
         taken = self.text_trial.parameters(first.problem) if self.text_trial else answer.parameters
         left_out = set(self.terms.contract.extras) - set(taken)
-        first, following = (_without(step, left_out) for step in (first, following))
+        first, following = (
+            Step(step.problem, [{name: run[name] for name in run if name not in left_out} for run in step.outputs])
+            for step in (first, following)
+        )
         difference = self._difference(first)
         instability, unstable = _instability(runner, first)
         stale = None if difference else self._difference(following)
@@ -117,11 +120,6 @@ class Exam:
             return {}
         ways = comparisons.EXPECT[self.terms.contract.stage](case, getattr(torch, dtype)).values()
         return {name: array for way in ways for name, array in way.items()}
-
-
-def _without(step: Step, names: set[str]) -> Step:
-    """The step without outputs that the kernel does not take."""
-    return Step(step.problem, [{name: run[name] for name in run if name not in names} for run in step.outputs])
 
 
 def _instability(runner: Runner, step: Step) -> tuple[str, Difference | None]:
