@@ -54,11 +54,7 @@ PLANTED = {
         ("peak not taken off", "return from_ordered(peak);", "return 0.0f;"),
         ("losses without the peak", "return warp_max(peak);", "return 0.0f;"),
         ("ties to the higher lane", "(1u << lane_id()) - 1;", "~((2u << lane_id()) - 1);"),
-        (
-            "ties to the higher column of a lane",
-            "if (list[i].ordered < list[i + 1].ordered) {",
-            "if (list[i].ordered <= list[i + 1].ordered) {",
-        ),
+        ("ties to the higher column of a lane", "ordered < list[i + 1].ordered", "ordered <= list[i + 1].ordered"),
     ],
     "dispatch/1_dense_map": [
         ("writes past its buffer", "rank.exclusive;", "rank.exclusive + 1;"),
@@ -68,11 +64,7 @@ PLANTED = {
         ("wrong expert's words", "[word / WARPS * stride +", "[(word / WARPS + 1) % E * stride +"),
         ("words not cleared", "words[word] = 0;", ";"),
         ("earlier passes forgotten", "base += rank.total;", ";"),
-        (
-            "one pass counted",
-            "word < words; word += THREADS) tokens",
-            "word < min(words, THREADS); word += THREADS) tokens",
-        ),
+        ("one pass counted", "< words; word += THREADS) tokens", "< min(words, THREADS); word += THREADS) tokens"),
     ],
     "dispatch/3_single_pass": [
         ("last slot dropped", "< tile.slots;", "< tile.slots - 1;"),
@@ -103,19 +95,11 @@ PLANTED = {
         ("fragments not transposed", "ldmatrix_x4_transposed(registers,", "ldmatrix_x4(registers,"),
         ("second tile of columns on the first", "tile.expert * d + first_column) * h;", "tile.expert * d) * h;"),
         ("second tile along h on the first", "tile.expert * d * h + first_column;", "tile.expert * d * h;"),
-        (
-            "ungated gradient doubled",
-            "mma_matmul<Along::DEPTH, Along::DEPTH>(sums, RESULTS * depth,",
-            "mma_matmul<Along::DEPTH, Along::DEPTH>(sums, 2 * depth,",
-        ),
+        ("ungated gradient doubled", "Along::DEPTH>(sums, RESULTS * depth,", "Along::DEPTH>(sums, 2 * depth,"),
     ],
     "expert_up/3_mma_tf32": [
         ("depths swapped", "m / 2 : m % 2) * CHUNK;", "m % 2 : m / 2) * CHUNK;"),
-        (
-            "second tile along h on the first",
-            "d_hidden + (long long)begin * h + first_column,",
-            "d_hidden + begin * h,",
-        ),
+        ("second tile along h on the first", "+ (long long)begin * h + first_column,", "+ begin * h,"),
     ],
     "expert_up/4_wgmma": [
         ("stage filled too early", "load(step + STAGES - 1);", "load(step + STAGES);"),
@@ -133,11 +117,7 @@ PLANTED = {
         ("last step dropped", "(depth + TILE_DEPTH - 1) / TILE_DEPTH", "depth / TILE_DEPTH"),
         ("wrong expert's weights", "PANEL, p, tile.expert);", "PANEL, p, 0);"),
         ("copies not awaited", "cp_async_arrive(full);", "barrier_arrive(full);"),
-        (
-            "second tile of columns on the first",
-            "&w1, full, p, tile.column, tile.expert);",
-            "&w1, full, p, 0, tile.expert);",
-        ),
+        ("second tile of columns on the first", "&w1, full, p, tile.column,", "&w1, full, p, 0,"),
         ("second tile along h on the first", "tile.column + panel / PROJECTIONS", "panel / PROJECTIONS"),
         ("ungated panels as gated ones", "tile.column + panel / PROJECTIONS", "tile.column + panel / 2"),
     ],
@@ -166,11 +146,7 @@ PLANTED = {
         ("row tail stored", "width, tile.rows, width - column);", "width, TILE_ROWS, width - column);"),
         ("unscaled gate", "gate_of_row[tile.first + first + lane_id()]", "1.0f"),
         ("second tile of columns on the first", "&w3, full, tile.column + panel * PANEL,", "&w3, full, panel * PANEL,"),
-        (
-            "second tile along h on the first",
-            "&w3, full, p, tile.column, tile.expert);",
-            "&w3, full, p, 0, tile.expert);",
-        ),
+        ("second tile along h on the first", "&w3, full, p, tile.column,", "&w3, full, p, 0,"),
         ("gate terms of one tile", "[place + tile.column / TILE_COLUMNS]", "[place]"),
         ("second tile of rows on the first", "tile = {expert, begin + row,", "tile = {expert, begin,"),
     ],
@@ -187,11 +163,7 @@ PLANTED = {
         ("rows in token order", "to_float(y[token_index_map[slot] *", "to_float(y[slot *"),
     ],
     "combine/2_vector": [
-        (
-            "second tile of columns on the first",
-            "store_pack(out + column, pack);",
-            "store_pack(out + lane_id() * PACK, pack);",
-        ),
+        ("second tile of columns on the first", "(out + column, pack);", "(out + lane_id() * PACK, pack);"),
         ("unscaled gate", "return gates[slot];", "return 1.0f;"),
         ("some rows alone", "lane_id() < k;", "lane_id() < k - 1;"),
         ("first column ignored", "out + token * pitch + first;", "out + token * pitch;"),
@@ -205,16 +177,11 @@ PLANTED = {
     "block_sparse/1_naive": [
         (
             "transposed order ignored",
-            "column * high + row - first] =",
-            "(row - first) * wide + column] =",
+            "column * high + row - first]",
+            "(row - first) * wide + column]",
             "block_sparse/0_structures.cu",
         ),
-        (
-            "empty bin's expert",
-            "padded_offsets[middle] <= row)",
-            "padded_offsets[middle] < row)",
-            "block_sparse/0_structures.cu",
-        ),
+        ("empty bin's expert", "[middle] <= row)", "[middle] < row)", "block_sparse/0_structures.cu"),
     ],
     "block_sparse/2_tiled": [
         ("padding not cleared", "if (slot < 0) {", "if (P < 0) {", "block_sparse/0_rows.cu"),
@@ -232,8 +199,8 @@ PLANTED = {
     "layer/1_naive": [
         (
             "saved activation of zeros",
-            "act_a[element] = from_float<Scalar>(ACTIVATION::act(",
-            "act_a[element] = from_float<Scalar>(0.0f * (",
+            "from_float<Scalar>(ACTIVATION::act(",
+            "from_float<Scalar>(0.0f * (",
             "activation/1_elementwise.cu",
         ),
     ],
