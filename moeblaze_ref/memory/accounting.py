@@ -13,7 +13,7 @@ Symbols as in the MoEBlaze paper: L, d, h, E, k. GiB is 2**30 bytes, GB is 1e9.
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -696,7 +696,7 @@ def _by_policy(s):
             yield Tensor(name, (s.R, width.get(name, s.h)), s.dtype, until=None if name in s.saved else freed[name])
 
 
-_BUILD = {
+_BUILD: dict[str, Callable[[_Case], _Draft]] = {
     "conventional": _conventional,
     "sequential": _sequential,
     "capacity": _capacity,

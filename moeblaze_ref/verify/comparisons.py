@@ -715,7 +715,7 @@ KERNELS, PLAIN = ("simt", "cuda"), ("torch",)
 _with_policies = lambda: [*every_choice(), *paired_options(), *single_gradients()]
 _of_capacities = lambda: [*extended("capacity", None, standard_cases()), *_without_policies()]
 # The options that a case chooses of a layer.
-_nothing = lambda case: {}
+_nothing: Callable[[Case], dict[str, Any]] = lambda case: {}
 _policy = lambda case: {"policy": case.policy}
 _block = lambda case: {"block": block_of(case)}
 _capacity = lambda case: {"capacity_factor": case.capacity_factor, "drop_policy": case.drop_policy}

@@ -239,7 +239,8 @@ def _activate() -> Case:
 
 def _activate_backward() -> Case:
     inputs = _lines("d_y", "a", "b")
-    outputs = dict(zip(("d_a", "d_b"), activation.backward(*map(exactly, inputs.values()), "swiglu"), strict=True))
+    d_y, a, b = map(exactly, inputs.values())
+    outputs = dict(zip(("d_a", "d_b"), activation.backward(d_y, a, b, "swiglu"), strict=True))
     return _between("activate_backward", inputs, outputs, stage.activate_backward)
 
 

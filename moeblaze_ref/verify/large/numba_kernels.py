@@ -264,7 +264,7 @@ def _gating(kernel: str, function, given: dict, expected: dict, shared_bytes: in
     given, expected = (
         {name: [(LAST if rows else ALL, array)] for name, (rows, array) in parts.items()} for parts in (given, expected)
     )
-    options = {"arguments": arguments, "shared_bytes": shared_bytes}
+    options: dict[str, Any] = {"arguments": arguments, "shared_bytes": shared_bytes}
     return NumbaCase("gating", kernel, TOKENS_PASS, function, given, expected, blocks_for(L), **options)
 
 
@@ -281,7 +281,7 @@ def _d_logits() -> NumbaCase:
     chosen = gating_reference.top_k(logits, k)
     shares = (np.bincount(chosen.ravel(), minlength=E) / k).astype(np.float32)
     d_logits = gating_reference.backward(exactly(d_gates), exactly(logits), chosen, False, 1.0, 1.0)
-    arguments = {"shares": floats(E), "d_losses": floats(2), "scales": floats(2), "renormalize": False}
+    arguments: dict[str, Any] = {"shares": floats(E), "d_losses": floats(2), "scales": floats(2), "renormalize": False}
     given = {"d_gates": (True, d_gates), "logits": (True, logits), "topk_experts": (True, chosen)}
     given |= {"shares": (False, shares), "d_losses": (False, (1, 1)), "scales": (False, (E, 2))}
     return _gating("d_logits", gating.d_logits_kernel, given, {"d_logits": (True, d_logits)}, **arguments)
