@@ -586,22 +586,14 @@ def test_a_fixed_capacity_is_the_oracle_over_what_it_keeps(factor, policy):
         assert not accepted(accuracy.worst_error(layer_of_module, parameters, x, d_out))
 
 
-def one_more(kept):
-    """The last choice that is dropped is expected after all."""
-    kept[tuple((~kept).nonzero()[-1])] = True
-
-
-def one_less(kept):
-    kept[tuple(kept.nonzero()[-1])] = False
-
-
-@pytest.mark.parametrize("change", [one_more, one_less])
-def test_a_capacity_that_drops_one_choice_too_many_or_too_few_is_found(change):
+@pytest.mark.parametrize("expected", [True, False], ids=["one_more", "one_less"])
+def test_a_capacity_that_drops_one_choice_too_many_or_too_few_is_found(expected):
+    """The last choice that is dropped is expected after all, or the last that is kept is not."""
     (module, parameters), (x, d_out) = capacity_of(FACTOR), make_tokens(TINY)
 
     def keeps(chosen):
         kept = timed_systems.kept_choices(module, x, chosen)
-        change(kept)
+        kept[tuple((kept != expected).nonzero()[-1])] = expected
         return kept
 
     assert not accepted(accuracy.worst_error(timed_systems.layer_of(module), parameters, x, d_out, keeps))

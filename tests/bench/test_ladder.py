@@ -37,10 +37,6 @@ TINY = MoEConfig(L=300, d=136, h=144, E=3, k=2)
 ONE_TILE = MoEConfig(L=60, d=200, h=72, E=1, k=1)
 
 
-def hopper_steps():
-    return [step for step in ladder.LADDER if step.version == ladder.HOPPER]
-
-
 # The steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +114,8 @@ def test_every_step_of_the_last_version_gives_the_same_bits(seed):
     executor = SimtExecutor(seed=seed)
     found = [
         expert_up.forward(*operands, executor=step.executor(executor, TINY), version=step.version)
-        for step in hopper_steps()
+        for step in ladder.LADDER
+        if step.version == ladder.HOPPER
     ]
     for made in found:
         for one, other in zip(made, found[0], strict=True):

@@ -391,30 +391,24 @@ def test_a_checkpoint_of_another_text_is_refused(folder):
         run(trainer(replace(SETTINGS, steps=2), other), folder, resume=True)
 
 
-LOGS = {  # and what is said of them
-    "lost": "No such file or directory: .*log.jsonl",
-    "cut": "does not have the losses of the 2 steps that the checkpoint has done",
-    "changed": "does not have the losses of the 2 steps",
-    "with a hole": "has the loss of step 2 where that of step 1 must be",
-    "of another run": "is of the run 0123, but here it is",
+LOSSES = "does not have the losses of the 2 steps"
+LOGS = {  # what becomes of the lines, None of a lost file, and what is said of it
+    "lost": (None, "No such file or directory: .*log.jsonl"),
+    "cut": (lambda first, *rest: [first, *rest[:1]], f"{LOSSES} that the checkpoint has done"),
+    "changed": (lambda first, step, *rest: [first, step.replace('"loss": ', '"loss": 1'), *rest], LOSSES),
+    "with a hole": (lambda first, step, *rest: [first, *rest], "has the loss of step 2 where that of step 1 must be"),
+    "of another run": (lambda *lines: ['{"step": 0, "run": "0123"}\n'], "is of the run 0123, but here it is"),
 }
-
-
-def spoil_log(path, how):
-    lines = path.read_text().splitlines(keepends=True)
-    if how == "lost":
-        path.unlink()
-    elif how == "of another run":
-        path.write_text('{"step": 0, "run": "0123"}\n')
-    else:
-        changed = [*lines[:1], lines[1].replace('"loss": ', '"loss": 1'), *lines[2:]]
-        path.write_text("".join({"cut": lines[:2], "changed": changed, "with a hole": lines[:1] + lines[2:]}[how]))
 
 
 @pytest.mark.parametrize("how", LOGS)
 def test_a_log_that_is_not_the_checkpoints_is_refused_and_kept(how, folder):
-    spoil_log(folder / LOG, how)
-    with refused(folder, (ValueError, OSError), LOGS[how]):
+    change, message = LOGS[how]
+    lines = (folder / LOG).read_text().splitlines(keepends=True)
+    (folder / LOG).unlink()
+    if change is not None:
+        (folder / LOG).write_text("".join(change(*lines)))
+    with refused(folder, (ValueError, OSError), message):
         train_in(folder, replace(SETTINGS, steps=2), resume=True)
 
 
@@ -609,9 +603,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(l
 def test_a_run_that_fails_at_once_has_kept_nothing(tmp_path):
     training = trainer()
     nn.init.constant_(training.model.embedding.weight, math.inf)
-    with pytest.raises(
-        NonFinite, match="loss after it is nan; the activations of embedding are .*No checkpoint was written"
-    ):
+    message = "loss after it is nan; the activations of embedding are .*No checkpoint was written"
+    with pytest.raises(NonFinite, match=message):
         run(training, tmp_path)
 
 
@@ -636,9 +629,8 @@ def test_a_weight_that_is_not_finite_replaces_no_checkpoint(tmp_path):
 def test_validation_that_is_not_finite_names_the_module():
     training = trainer()
     nn.init.constant_(training.model.blocks[1].moe.w3, 3e38)
-    with pytest.raises(
-        NonFinite, match="step 0: the validation loss after it is .*; the activations of blocks.1.moe are"
-    ):
+    message = "step 0: the validation loss after it is .*; the activations of blocks.1.moe are"
+    with pytest.raises(NonFinite, match=message):
         training.validate(2)
 
 
@@ -761,9 +753,8 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 def test_a_text_shorter_than_a_window_is_refused():
     short = data.Corpus(torch.zeros(17, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8))
-    with pytest.raises(
-        ValueError, match="the validation text has 16 bytes, but a window of 16 and its next byte need 17"
-    ):
+    message = "the validation text has 16 bytes, but a window of 16 and its next byte need 17"
+    with pytest.raises(ValueError, match=message):
         trainer(corpus=short)
 
 
