@@ -49,7 +49,7 @@ class Step:
     # Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
     # and torch multiplies that by b.
     fused: bool = True
-    against: str = ABOVE  # what it is compared with; the whole is compared with what is ``BELOW``, too
+    against: str = ABOVE  # what it is compared with: this, ``WHOLE`` or ``BELOW``; the whole with the last, too
     most_tokens: int | None = None  # a layer with more is timed with this many
 
     def config(self, config: MoEConfig) -> MoEConfig:

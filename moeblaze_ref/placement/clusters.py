@@ -112,7 +112,8 @@ def _cluster_layer(load, G, bounds, solver, deadline):
     p = load[order]  # (E,) heaviest first
     bound, least_most = deviation_bound(p, G, bounds), most_bound(p, G, bounds)
     clusters = _exchange(p, pack(p, G, bounds), G)
-    deviation, most = (lambda clusters: _deviation(p, clusters, G)), (lambda clusters: _sums(p, clusters, G).max())
+    deviation = lambda clusters: _deviation(p, clusters, G)
+    most = lambda clusters: _sums(p, clusters, G).max()
     if deviation(clusters) > bound:  # ILP 1 with its printed objective
         layer = _Layer(p, G, bounds, bound)
         clusters, proven = _solved(layer, layer.deviation, deviation, clusters, solver, deadline)
