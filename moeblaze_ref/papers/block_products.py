@@ -49,22 +49,12 @@ def local_layer(model: str, E: int = LOCAL_EXPERTS) -> MoEConfig:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The operands of all six products, expert by expert; m = L / E rows each.
+    """The operands of all six products, expert by expert; m = L / E rows each."""
 
-    Parameters
-    ----------
-    rows : Tensor (E, m, d)
-        In the place of x and of the gradient of y.
-    hidden : Tensor (E, m, h)
-        In the place of y_swi and of the gradient of a.
-    w1 : Tensor (E, d, h)
-    w3 : Tensor (E, h, d)
-    """
-
-    rows: Tensor
-    hidden: Tensor
-    w1: Tensor
-    w3: Tensor
+    rows: Tensor  #: (E, m, d), in the place of x and of the gradient of y
+    hidden: Tensor  #: (E, m, h), in the place of y_swi and of the gradient of a
+    w1: Tensor  #: (E, d, h)
+    w3: Tensor  #: (E, h, d)
 
     @classmethod
     def random(cls, config: MoEConfig, device: torch.device) -> "Experts":
@@ -141,21 +131,11 @@ def matrices_of(blocks: Tensor, E: int, h: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Product:
-    """One of the six products.
+    """One of the six products."""
 
-    Parameters
-    ----------
-    ours : callable
-        Runs the block-sparse stage.
-    dense : callable
-        Returns the two operands of the batched product, (E, ., .) each.
-    sparse : bool
-        Whether the result is block-sparse.
-    """
-
-    ours: Callable[..., Array]
-    dense: Callable[[Experts], Pair]
-    sparse: bool = False
+    ours: Callable[..., Array]  #: runs the block-sparse stage
+    dense: Callable[[Experts], Pair]  #: returns the two operands of the batched product, (E, ., .) each
+    sparse: bool = False  #: whether the result is block-sparse
 
 
 # Section 5.1: forward of both layers, gradients of the second layer, gradients of the first.

@@ -46,14 +46,8 @@ def measure(
 ) -> Recorded:
     """Measure items on this GPU, one after the other, and return what is recorded then.
 
-    Parameters
-    ----------
-    found : sequence of Item
-    record : Path, optional
-        The file that the runs are added to. Default: a temporary one.
-    progress_bar : callable
-    force : bool
-        Replace a file of another kind.
+    The runs are added to the file ``record``, by default a temporary one. With ``force`` they replace a file of another
+    kind.
 
     Raises
     ------
@@ -75,15 +69,7 @@ def measure(
 
 
 def check_plots(found: Sequence[Item], folder: Path, record: Path | None = None, force: bool = False):
-    """Check that pictures of the recorded runs and of runs here may be written.
-
-    Parameters
-    ----------
-    found : sequence of Item
-    folder : Path
-    record : Path, optional
-        The file that the runs are added to. It must be none of the pictures.
-    force : bool
+    """Check that pictures of the recorded runs and of runs here may be written, and that ``record`` is none of them.
 
     Raises
     ------

@@ -90,19 +90,11 @@ def _span(activation: str, baseline: str) -> str:
 
 
 class DispatchShare(NamedTuple):
-    """The dispatch of one configuration beside its training step, in milliseconds.
-
-    Parameters
-    ----------
-    ours, printed : float
-        Our dispatch, and the paper's steps as printed.
-    step : float
-        A SwiGLU step under policy ``minimal``, of the fastest recorded run.
-    """
+    """The dispatch of one configuration beside its training step, in milliseconds."""
 
     ours: float
-    printed: float
-    step: float
+    printed: float  #: the paper's steps as printed
+    step: float  #: with SwiGLU under policy ``minimal``, of the fastest recorded run
 
     @property
     def percents(self) -> tuple[float, float]:

@@ -38,27 +38,13 @@ ROUND_SUMS = ("expert_down/as_printed.cu", "round_sums")
 
 
 class Version(NamedTuple):
-    """One way to compute a step.
+    """One way to compute a step."""
 
-    Parameters
-    ----------
-    run : callable
-        From `Inputs` and an executor to the result.
-    kernels : sequence of (file, kernel)
-        Those that it launches, for the bytes that their headers state.
-    filled : str
-        Bytes that are written without a kernel of ours, as a formula.
-    extra : str
-        Bytes of temporary buffers, as a formula.
-    version : str, optional
-        Whose tile the kernels are compiled for.
-    """
-
-    run: Callable[[Inputs, Executor], Any]
-    kernels: Sequence[tuple[str, str]]
-    filled: str
-    extra: str
-    version: str | None = None
+    run: Callable[[Inputs, Executor], Any]  #: from `Inputs` and an executor to the result
+    kernels: Sequence[tuple[str, str]]  #: file and kernel of each launch, for the bytes that their headers state
+    filled: str  #: bytes that are written without a kernel of ours, as a formula
+    extra: str  #: bytes of temporary buffers, as a formula
+    version: str | None = None  #: whose tile the kernels are compiled for
 
 
 # ---- section 4.2: the dispatch -------------------------------------------------------------------
@@ -138,16 +124,10 @@ def symbols(config: MoEConfig, offsets: Sequence[int], version: str | None, exec
 
     Parameters
     ----------
-    config : MoEConfig
     offsets : sequence of int
         expert_token_offsets (E + 1,) of the routing.
     version : str or None
         Of the down-projection, whose tile decides; None for the dispatch.
-    executor : Executor
-
-    Returns
-    -------
-    dict of str to int
     """
     c, s = config, config.itemsize
     found = {**c.sizes, "R": c.R, "s": s, "THREADS": gemm.THREADS, "multiprocessors": executor.multiprocessors}
@@ -198,14 +178,7 @@ def time_sums(name: str, config: MoEConfig, device: Device) -> Rows:
 def time_versions(stage: str, name: str, config: MoEConfig, versions: dict[str, Version], device: Device) -> Rows:
     """Time the versions of a step interleaved, and compare each result with plain torch's.
 
-    Parameters
-    ----------
-    stage : str
-        "dispatch", or "expert_down" with the sum over a token's experts.
-    name, config
-        The layer, and its name in the rows.
-    versions : dict of str to Version
-    device : Device
+    The stage is "dispatch", or "expert_down" with the sum over a token's experts; ``name`` is the layer's in the rows.
 
     Returns
     -------

@@ -71,22 +71,15 @@ class Operands:
 def time_square(n: int, device: Device, kernels: Sequence[Kernel] = KERNELS) -> Rows:
     """Time every tile and order, and cuBLAS, on one size, interleaved, by replays of CUDA graphs.
 
-    A graph multiplies as many pairs of operands as fill the L2 cache twice. Every result is compared with cuBLAS's.
-
-    Parameters
-    ----------
-    n : int
-        Rows, columns and depth; a multiple of every tile's sides.
-    device : Device
-    kernels : sequence of Kernel
-        Of each tile and order the fastest gives the row.
+    A graph multiplies as many pairs of operands as fill the L2 cache twice. Every result is compared with cuBLAS's. The
+    size n is that of rows, columns and depth, a multiple of every tile's sides.
 
     Returns
     -------
     list of dict
         {n, system, tile, band, warps, stages, ms, quartiles_ms, tflops, error, row_error}: a row for each tile and
-        order, of the system "triton", and one of "cublas", which has no kernel and no errors. Milliseconds are of one
-        product.
+        order, of its fastest kernel and the system "triton", and one of "cublas", which has no kernel and no errors.
+        Milliseconds are of one product.
 
     Raises
     ------

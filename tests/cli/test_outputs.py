@@ -70,36 +70,17 @@ def is_device(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that writes one file.
+    """A command that writes one file."""
 
-    Parameters
-    ----------
-    words : tuple of str
-        Its words, and last the option that names the file.
-    load : callable
-        Reads what it writes.
-    without : callable
-        Patches the work that it would do; takes a list to which the work adds when it is done.
-    file : str
-        Where the file lies in the folder that the option names; empty if it names the file.
-    run : callable
-        Runs the words.
-    streams : bool
-        Whether it writes to what is no regular file; otherwise it refuses.
-    folder : Path
-        Where it writes.
-    done : list
-        Is filled when the work is done.
-    """
-
-    words: tuple[str, ...]
-    load: Callable
+    words: tuple[str, ...]  # its words, and last the option that names the file
+    load: Callable  # reads what it writes
+    # Patches the work that it would do; takes a list to which the work adds when it is done.
     without: Callable[[list], list] = lambda done: []
-    file: str = ""
+    file: str = ""  # where the file lies in the folder that the option names; empty if it names the file
     run: Callable = lambda words: CliRunner().invoke(app.app, list(words))
-    streams: bool = True
-    folder: Path = Path()
-    done: list = field(default_factory=list, init=False)
+    streams: bool = True  # whether it writes to what is no regular file; otherwise it refuses
+    folder: Path = Path()  # where it writes
+    done: list = field(default_factory=list, init=False)  # is filled when the work is done
 
     def __call__(self, *more: str):
         """Write to `target`, without the work."""
