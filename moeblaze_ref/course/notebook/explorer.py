@@ -111,13 +111,7 @@ class RoutingGrid(VBox, ValueWidget):
 def routing_picture(routing: Routing, capacity_factor: float, block: int) -> Figure:
     """The dense map and the four structures of a routing, and the rows that three systems make of it.
 
-    Parameters
-    ----------
-    routing : Routing
-    capacity_factor : float
-        Of the experts' fixed capacity.
-    block : int
-        Rows of MegaBlocks' blocks.
+    One gives each expert a capacity by ``capacity_factor``, one works in blocks of ``block`` rows, one has no buffer.
 
     Raises
     ------

@@ -116,14 +116,7 @@ def header_symbols(
 ) -> dict[str, int]:
     """Values of the symbols with which the headers of both stages state the bytes of their forward kernels.
 
-    Parameters
-    ----------
-    version : str
-    config : MoEConfig
-    lengths : sequence of int
-        Rows of each expert.
-    kernel : str
-        "expert_up" or "expert_down".
+    ``lengths`` are the rows of each expert; ``kernel`` is "expert_up" or "expert_down".
     """
     tile, projections = tiles.DEFAULTS.get(version), 1 + is_gated(config.activation)
     assert tile is None or isinstance(tile, tiles.MmaTile)  # of Hopper's versions are other stories
@@ -195,14 +188,7 @@ class _Counting(EditedExecutor):
 def gather_picture(dispatch: Dispatch, expert: int) -> Figure:
     """Rows of x, the indices in expert order, and the tile that one expert's block reads through them.
 
-    Beside them in outline the (R, d) buffer that a copy would be.
-
-    Parameters
-    ----------
-    dispatch : Dispatch
-        A small one.
-    expert : int
-        0..E - 1.
+    Beside them in outline the (R, d) buffer that a copy would be. The dispatch is a small one.
     """
     checks.check_int("expert", expert, at_least=0, at_most=dispatch.E - 1)
     figure, axes = board(10, 0.7 + 0.34 * dispatch.R, xlim=(-0.5, 19), ylim=(dispatch.R + 0.3, -1.4))
@@ -269,12 +255,9 @@ def fragment(operand: str) -> Fragment:
 
 
 def fragment_picture(lane: int) -> Figure:
-    """D = A B of one mma.m16n8k16, laid out like the product; a number is a lane, and one lane's elements are filled.
+    """D = A B of one mma.m16n8k16, laid out like the product.
 
-    Parameters
-    ----------
-    lane : int
-        0..31.
+    A number is a lane; the elements of one lane, 0..31, are filled.
     """
     checks.check_int("lane", lane, at_least=0, at_most=WARP - 1)
     figure, axes = board(9, 11.5, xlim=(-0.5, 26), ylim=(34.5, -1.5), aspect="equal")

@@ -85,15 +85,7 @@ def box_in_shared_memory(rows: int) -> np.ndarray:
 
 
 def swizzle_picture(chunk: int, rows: int = 16) -> Figure:
-    """A box of a matrix, and the same box in shared memory: one of its columns of 16 bytes in strong colours.
-
-    Parameters
-    ----------
-    chunk : int
-        The column, 0..7.
-    rows : int
-        Of the box.
-    """
+    """A box of a matrix, and the same box in shared memory: one of its eight columns of 16 bytes in strong colours."""
     checks.check_int("chunk", chunk, at_least=0, at_most=CHUNKS - 1)
     figure, (matrix, shared) = panels(10, 1.4 + 0.3 * rows, 1, 2, framed=True)
     plain = np.arange(rows * CHUNKS).reshape(rows, CHUNKS)
@@ -313,13 +305,7 @@ def holders() -> np.ndarray:
 
 
 def holders_picture(thread: int) -> Figure:
-    """The result of one wgmma: the bands of the four warps, and the elements of one thread.
-
-    Parameters
-    ----------
-    thread : int
-        0..127.
-    """
+    """The result of one wgmma: the bands of the four warps, and the elements of one thread, 0..127."""
     checks.check_int("thread", thread, at_least=0, at_most=127)
     figure, axes = panels(10, 3.2, framed=True)
     held = holders()
@@ -348,14 +334,7 @@ class Tile(NamedTuple):
 def tiles(lengths: Sequence[int], columns: int, band: int) -> Iterator[Tile]:
     """The tiles of all experts in the order of `RowTiles` in include/hopper/scheduler.cuh: down each column of a band.
 
-    Parameters
-    ----------
-    lengths : sequence of int
-        Rows of each expert.
-    columns : int
-        Columns of tiles.
-    band : int
-        Rows of tiles in a band.
+    ``lengths`` are the rows of each expert, ``columns`` those of tiles, and a band has ``band`` rows of tiles.
     """
     for expert, length in enumerate(lengths):
         rows = ceil_div(length, TILE_ROWS)
@@ -618,13 +597,7 @@ def trials_of(which: str) -> list[list[dict[str, Any]]]:
 
 
 def trials_picture(which: str) -> Figure:
-    """Draw the change of time of each trial in percent: left of zero is faster.
-
-    Parameters
-    ----------
-    which : str
-        Of ``TRIALS``.
-    """
+    """Draw the change of time of each trial of one of ``TRIALS`` in percent: left of zero is faster."""
     ideas = trials_of(which)
     lines = sum(len(idea) + 1 for idea in ideas)
     figure, axes = panels(10, 0.9 + 0.27 * lines)

@@ -113,13 +113,7 @@ def _rounded(rows, total):
 def fates_picture(counts: Sequence[int], capacity_factor: float, block: int) -> Figure:
     """Each expert's rows under a fixed capacity and in bins of whole blocks: computed, dropped, padding.
 
-    Parameters
-    ----------
-    counts : sequence of int
-        Routed rows of each expert; drawn from the busiest to the idlest.
-    capacity_factor : float
-    block : int
-        Rows of a block.
+    ``counts`` are routed rows, drawn from the busiest expert to the idlest; a block has ``block`` rows.
     """
     counts = sorted(map(int, counts), reverse=True)
     places = expert_capacity(sum(counts), len(counts), capacity_factor)
@@ -156,12 +150,7 @@ def padding_share(rows: Rows) -> float:
 def factor_picture(recording: Recording, L: int, block: int = 128) -> Figure:
     """Dropped rows and padding against the capacity factor, a line for each layer; beside them what blocks pad.
 
-    Parameters
-    ----------
-    recording : Recording
-    L : int
-        Tokens of the step.
-    block : int
+    The step has L tokens.
     """
     layers = [steeper(one, 1.0, L, recording.k).tolist() for one in recording.counts]
     by_factor = [
@@ -227,13 +216,7 @@ def drop(topk_experts: np.ndarray, gates: np.ndarray, num_experts: int, capacity
 def lost_picture(text: Sequence[bytes], loss: Loss, shown: int = 64) -> Figure:
     """The first bytes of several windows, a line each, on the colour of what they lost; the title counts all bytes.
 
-    Parameters
-    ----------
-    text : sequence of bytes
-        The windows, all of one length; their bytes are the tokens in order.
-    loss : Loss
-    shown : int
-        Bytes of each window that are drawn.
+    The windows have one length, and their bytes are the tokens in order; ``shown`` bytes of each are drawn.
     """
     lost = loss.lost.sum(axis=1).reshape(len(text), -1)  # (windows, length)
     k = loss.lost.shape[1]
@@ -335,12 +318,7 @@ def _strip(axes, top, tokens, experts, left=0, crossed=False, pale=False):
 def topology_picture(topology: Topology, E: int) -> Figure:
     """Draw the stored blocks in their order, and below them the five arrays of the topology.
 
-    Parameters
-    ----------
-    topology : Topology
-        Of at most some dozens of blocks.
-    E : int
-        Experts, for the colours: each has as many block columns.
+    It has at most some dozens of blocks. Each of its E experts has a colour, and as many block columns as another.
     """
     high, wide = _grid(topology)
     arrays = topology.arrays()
@@ -504,17 +482,12 @@ def _bits(number):
 def product_picture(product: str, step: int) -> Figure:
     """A product over the tiny topology: the blocks of a step in full colour, every other one pale.
 
-    Parameters
-    ----------
-    product : str
-        One of ``PRODUCTS``.
-    step : int
-        Number of the block of a sparse result, block row of a dense one.
+    A step is the number of a block of a sparse result, or a block row of a dense one.
 
     Raises
     ------
     ValueError
-        If there is no such product or step.
+        If the product is none of ``PRODUCTS``, or has no such step.
     """
     topology = tiny_topology()
     found = product_steps(product, topology)

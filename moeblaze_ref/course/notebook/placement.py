@@ -73,14 +73,9 @@ def affinity_picture(profile: Profile, layer: int) -> Figure:
 
 
 def flows_picture(profile: Profile, placements: Mapping[str, Placement]) -> Figure:
-    """Two layers of few experts, a panel a placement: boxes as tall as their tokens, coloured by GPU; bands are R.
+    """Two layers of few experts on two GPUs, a panel a placement.
 
-    Parameters
-    ----------
-    profile : Profile
-        Of two layers.
-    placements : mapping of str to Placement
-        By name, on two GPUs.
+    Boxes are as tall as their tokens and coloured by GPU; bands are R.
     """
     assert profile.R is not None  # a trace gave it
     figure, shown = panels(3.7 * len(placements), 4, 1, len(placements), squeeze=False)
@@ -145,14 +140,7 @@ def tails_picture(steps: Mapping[str, simulate.Step], title: str = "") -> Figure
 def what_if(skew: float, gigabytes: float, steps: int = 300_000) -> Figure:
     """Four placements of a synthetic trace on four GPUs, and their tails.
 
-    Parameters
-    ----------
-    skew : float
-        Of the load: 0 is even, 1 is Zipf's.
-    gigabytes : float
-        GB/s of each pair of GPUs.
-    steps : int
-        Of the annealing.
+    A skew of 0 is even, one of 1 is Zipf's; each pair of GPUs has ``gigabytes`` GB/s; annealing takes ``steps``.
     """
     counted = trace.profile(synthetic_trace(3000, 6, 16, 2, skew=skew, dependency=0.7, seed=1))
     node = simulate.cluster("nvlink", 4, d=2048, h=1024)

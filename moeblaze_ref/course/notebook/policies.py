@@ -388,15 +388,8 @@ def stack_tokens(config: MoEConfig, policy: str, layers: int, capacity_bytes: in
 def budget_picture(name: str, layers: int) -> Figure:
     """A token's modelled time in a layer, against the bytes that a stack of such layers has for activations.
 
-    Every policy runs with the largest L that fits; a larger batch is run in pieces of that size, as gradient
-    accumulation does. Small pieces are slow since the weights are read again for each.
-
-    Parameters
-    ----------
-    name : str
-        Of a preset; its L is not used.
-    layers : int
-        In the stack.
+    The layer is a preset's, but for its L: every policy runs with the largest that fits, and a larger batch is run in
+    pieces of that size, as gradient accumulation does. Small pieces are slow since the weights are read again for each.
     """
     config = preset(name).config
     figure, axes = panels(9, 4.2)
@@ -417,13 +410,7 @@ def budget_picture(name: str, layers: int) -> Figure:
 def token_seconds(config: MoEConfig, policy: str, layers: int, budget_bytes: int) -> float:
     """A token's modelled seconds in one layer, forward and backward, at the largest L that fits; infinite if none does.
 
-    Parameters
-    ----------
-    config : MoEConfig
-        Its L is not used.
-    policy : str
-    layers, budget_bytes : int
-        As in `stack_tokens`.
+    The configuration's own L is not used; ``layers`` and ``budget_bytes`` are those of `stack_tokens`.
     """
     L = stack_tokens(config, policy, layers, budget_bytes)
     return seconds(steps(config.replace(L=L), policy), "once") / L if L else inf

@@ -46,14 +46,7 @@ def shares(topk_experts: Tensor, E: int) -> np.ndarray:
 
 
 def loads_picture(runs: Mapping[str, Learned], layer: int) -> Figure:
-    """Each run's experts as bands over the steps: darker than the middle is more than the balanced share.
-
-    Parameters
-    ----------
-    runs : mapping of str to Learned
-        By their names.
-    layer : int
-    """
+    """Each run's experts as bands over the steps: darker than the middle is more than the balanced share."""
     figure, shown = panels(10, 1.2 + 1.8 * len(runs), len(runs), framed=True, sharex=True, squeeze=False)
     for axes, (name, run) in zip(shown[:, 0], runs.items(), strict=True):
         loads = run.loads[:, layer].T  # (E, steps)
