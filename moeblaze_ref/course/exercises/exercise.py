@@ -18,36 +18,21 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """One number that a reader predicts, or one thing that a reader constructs.
+    """One number that a reader predicts, or one thing that a reader constructs."""
 
-    Parameters
-    ----------
-    unit : str
-        What it counts, the answers that there are, or its shape.
-    formula : str
-        The solution: Python, in the names that the exercise gives.
-    """
-
-    unit: str
-    formula: str
+    unit: str  # what it counts, the answers that there are, or its shape
+    formula: str  # the solution: Python, in the names that the exercise gives
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stated:
-    """What every exercise states.
-
-    Parameters
-    ----------
-    name, title : str
-    question, hint, why : str
-        Markdown; the last tells what the solution shows. Line breaks are spaces, but for those between paragraphs.
-    """
+    """What every exercise states; line breaks of its Markdown are spaces, but for those between paragraphs."""
 
     name: str
     title: str
-    question: str
+    question: str  # Markdown, like the next two
     hint: str
-    why: str
+    why: str  # what the solution shows
 
     def __post_init__(self):
         for field in ("question", "hint", "why"):
@@ -57,20 +42,11 @@ class _Stated:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answered(_Stated):
-    """An exercise whose cell calls the function of its kind with an answer for each name in ``asked``.
+    """An exercise whose cell calls the function of its kind with an answer for each name in ``asked``."""
 
-    Parameters
-    ----------
-    given : dict
-        What the answers depend on, by the names of the cell: layers, numbers, lists, arrays of whole numbers.
-    asked : dict of Asked
-    steps : tuple of str
-        Lines of the solution that come before its formulas.
-    """
-
-    given: dict[str, Any]
+    given: dict[str, Any]  # what the answers depend on, by the names of the cell: layers, numbers, lists
     asked: dict[str, Asked]
-    steps: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()  # lines of the solution that come before its formulas
 
     kind: ClassVar[str]
     language: ClassVar[str] = "python"
@@ -102,18 +78,10 @@ class _Answered(_Stated):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(_Answered):
-    """Numbers that the reader states before the project computes them.
+    """Numbers that the reader states before the project computes them."""
 
-    Parameters
-    ----------
-    truth : callable
-        Takes what is given by name and returns every number that is asked for, or the right answer.
-    computed_by : str
-        The project's function that ``truth`` takes them from.
-    """
-
-    truth: Callable[..., dict[str, float | str]]
-    computed_by: str
+    truth: Callable[..., dict[str, float | str]]  # of what is given, by name: every answer that is asked for
+    computed_by: str  # the project's function that ``truth`` takes them from
 
     kind = "predict"
     noun = "prediction"
@@ -123,17 +91,12 @@ class Prediction(_Answered):
 class Construction(_Answered):
     """An example that the reader constructs: several answers are right, and the project checks each.
 
-    Parameters
-    ----------
-    check : callable
-        Takes what is given and the answers, by name. Returns one sentence that says what is wrong, empty if nothing is.
-        Raises ValueError or TypeError if an answer has the wrong form.
-    checked_by : str
-        The project's function that ``check`` compares with.
+    ``check`` takes what is given and the answers, by name. It returns one sentence that says what is wrong, empty if
+    nothing is, and raises ValueError or TypeError if an answer has the wrong form.
     """
 
     check: Callable[..., str]
-    checked_by: str
+    checked_by: str  # the project's function that ``check`` compares with
 
     kind = "construct"
     noun = "construction"
@@ -151,30 +114,17 @@ def _stated(value: Any) -> str:
 class KernelExercise(_Stated):
     """A kernel with a hole or a planted bug, for the checker.
 
-    Parameters
-    ----------
-    kind : str
-        "numba", "cuda" or "bug".
-    task : str
-        What the kernel must do, one of ``checker.CONTRACTS``.
-    kernel : Kernel
-        The right one.
-    change : tuple of (str, str)
-        Lines of the solution, and what the reader finds in their place.
-    budgets : tuple of str
-        As of `checker.examine`.
-
     Raises
     ------
     ValueError
-        If some lines are not in the solution, or there more than once.
+        If the lines to change are not in the solution, or there more than once.
     """
 
-    kind: str
-    task: str
-    kernel: Kernel
-    change: tuple[str, str]
-    budgets: tuple[str, ...]
+    kind: str  # "numba", "cuda" or "bug"
+    task: str  # what the kernel must do, one of ``checker.CONTRACTS``
+    kernel: Kernel  # the right one
+    change: tuple[str, str]  # lines of the solution, and what the reader finds in their place
+    budgets: tuple[str, ...]  # as of `checker.examine`
 
     noun, call = "kernel", "begins with %%check"
 
@@ -214,17 +164,9 @@ Exercise = Prediction | Construction | KernelExercise
 
 @dataclass(frozen=True)
 class Sheet:
-    """The exercises of one notebook of the course, or a sheet of its own.
+    """The exercises of one notebook of the course, or a sheet of its own, which has no number."""
 
-    Parameters
-    ----------
-    course : str
-        File name of the notebook without its ending, which is the sheet's too. A sheet of its own has no number.
-    title : str
-    exercises : tuple of Exercise
-    """
-
-    course: str
+    course: str  # file name of the notebook without its ending, which is the sheet's too
     title: str
     exercises: tuple[Exercise, ...]
 

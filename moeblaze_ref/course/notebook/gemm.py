@@ -26,14 +26,7 @@ from moeblaze_ref.runtime.source import inlined
 class EditedExecutor(SimtExecutor):
     """SIMT executor that changes the text of kernels and headers before it compiles them.
 
-    Parameters
-    ----------
-    edits : dict of str to str
-        What stands in the text: what takes its place, everywhere.
-    appended : str
-        What is added at the end.
-    **options
-        As `SimtExecutor`.
+    ``edits`` says what stands in the text, and what takes its place everywhere; ``appended`` is added at the end.
 
     Raises
     ------

@@ -64,10 +64,6 @@ extern "C" __global__ void load(const __grid_constant__ TensorMap matrix, unsign
 def box_in_shared_memory(rows: int) -> np.ndarray:
     """Return where TMA puts each 16 bytes of a box of ``rows`` rows of 128 bytes.
 
-    Parameters
-    ----------
-    rows : int
-
     Returns
     -------
     array (rows, 8)
@@ -209,15 +205,9 @@ class RingRun(NamedTuple):
 
 
 def run_ring(stages: int, steps: int = RING_STEPS, text: str | None = None, seed: int = 0) -> RingRun:
-    """Launch ring.cu, or ``text`` in its place, on the SIMT executor.
+    """Launch ring.cu, or ``text`` in its place, on the SIMT executor; the seed is that of the threads' order.
 
-    Parameters
-    ----------
-    stages, steps : int
-        Of the ring, and of the depth, 64 each.
-    text : str, optional
-    seed : int
-        Of the threads' order.
+    The ring has ``stages``, and the depth has ``steps`` of 64.
 
     Raises
     ------
