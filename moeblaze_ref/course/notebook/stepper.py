@@ -48,12 +48,7 @@ def record_dispatch(L: int, E: int, k: int, routing: str = "uniform") -> dict[st
 
 
 class Stepper:
-    """Pictures of what the warps of a launch do, step by step.
-
-    Parameters
-    ----------
-    record : LaunchRecord
-        From `RecordingExecutor.launches`, of any kernel.
+    """Pictures of what the warps of a launch do, step by step, from one of `RecordingExecutor.launches`.
 
     Raises
     ------

@@ -36,14 +36,9 @@ def gather(folder: Path) -> None:
 
 
 def check_place(site: Path, force: bool = False):
-    """Check that a site may be written here.
+    """Check that a site may be written here: the default, a new or empty folder, or one with a site of this project.
 
-    Parameters
-    ----------
-    site : Path
-        The default one, a new or empty folder, or one that holds a site of this project.
-    force : bool
-        Allow any other folder.
+    With ``force`` any folder is allowed.
 
     Raises
     ------
