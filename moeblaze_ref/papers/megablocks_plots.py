@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from moeblaze_ref.core.drawing import heading, panels
 from moeblaze_ref.memory.plots import (
     BLACK,
     BLUE,
@@ -54,7 +55,7 @@ def squares(*runs: Rows) -> Figure:
     The rows are those of `squares.time_square`.
     """
     rows = _of_the_last(runs)
-    figure, axes = _one_panel((8, 4.5))
+    figure, axes = panels(8, 4.5)
     for tile, look in TILE_LOOKS.items():
         found = sorted((row["n"], row["tflops"]) for row in rows if tuple(row["tile"] or ()) == (tile or ()))
         if found:
@@ -77,7 +78,7 @@ def products(*runs: Rows) -> Figure:
     The rows are those of `block_products.time_product`.
     """
     rows = _of_the_last(runs)
-    figure, axes = _one_panel((9, 4))
+    figure, axes = panels(9, 4)
     models = list(dict.fromkeys(row["model"] for row in rows))
     width = 0.9 / len(PRODUCTS)
     for number, (name, color) in enumerate(PRODUCT_COLORS.items()):
@@ -99,10 +100,9 @@ def experts(*runs: Rows) -> Figure:
     The rows are those of `block_products.time_experts`.
     """
     rows = _of_the_last(runs)
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, shown = panels(9, 4, 1, 2, sharey=True)
     ways = {"launched by the host": ("ms", "sequential_ms"), "as CUDA graphs": ("graph_ms", "sequential_graph_ms")}
-    for axes, (way, (ours, theirs)) in zip(panels, ways.items(), strict=True):
+    for axes, (way, (ours, theirs)) in zip(shown, ways.items(), strict=True):
         for model in dict.fromkeys(row["model"] for row in rows):
             found = sorted((row["E"], row[theirs] / row[ours]) for row in rows if row["model"] == model)
             color = MODEL_COLORS.get(model, BLACK)
@@ -113,8 +113,8 @@ def experts(*runs: Rows) -> Figure:
         axes.yaxis.set_major_formatter("{x:g}x")
         axes.set_xlabel("E, experts")
         _dress(axes, "", way)
-    panels[0].set_ylabel("times as fast as one expert after another")
-    panels[0].legend(frameon=False, handlelength=4)
+    shown[0].set_ylabel("times as fast as one expert after another")
+    shown[0].legend(frameon=False, handlelength=4)
     return figure
 
 
@@ -129,16 +129,15 @@ def capacities(*runs: Rows) -> Figure:
     of_variant = {name: found for name, found in of_variant.items() if found}
     timed = all(row["seconds_at"] for row in rows)
     alongs = {"steps": "steps", "seconds_at": "seconds of training"} if timed else {"steps": "steps"}
-    figure = Figure(figsize=(4 + 4 * len(alongs), 4.5), layout="constrained")
-    *panels, ends = figure.subplots(1, 1 + len(alongs), sharey=True)
-    for axes, (along, xlabel) in zip(panels, alongs.items(), strict=True):
+    figure, (*curves, ends) = panels(4 + 4 * len(alongs), 4.5, 1, 1 + len(alongs), sharey=True)
+    for axes, (along, xlabel) in zip(curves, alongs.items(), strict=True):
         for name, found in of_variant.items():
             _band(axes, name, found, along)
         axes.set_xlabel(xlabel)
         _dress(axes, "", "the second half of training")
     _ends(ends, of_variant)
-    panels[0].set_ylabel("held-out loss, nats per byte")
-    names = panels[0].get_legend_handles_labels()
+    curves[0].set_ylabel("held-out loss, nats per byte")
+    names = curves[0].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=len(of_variant), frameon=False, handlelength=4)
     return figure
 
@@ -178,11 +177,6 @@ def _of_the_last(runs: Sequence[Rows]) -> Rows:
     return runs[-1]
 
 
-def _one_panel(size: tuple[float, float]) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots()
-
-
 def _powers_of_two(axes: Axes, values: Sequence[int]):
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:,}" for value in values])
@@ -191,5 +185,4 @@ def _powers_of_two(axes: Axes, values: Sequence[int]):
 
 def _dress(axes: Axes, ylabel: str, title: str):
     axes.set_ylabel(ylabel)
-    axes.set_title(title, loc="left", fontsize="medium")
-    axes.spines[["top", "right"]].set_visible(False)
+    heading(axes, title)
