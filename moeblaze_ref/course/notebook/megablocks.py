@@ -430,17 +430,12 @@ class Step(NamedTuple):
 def product_steps(product: str, topology: Topology) -> list[Step]:
     """Return the blocks that a product multiplies, found by running the specification on labelled operands.
 
-    Parameters
-    ----------
-    product : str
-        One of ``PRODUCTS``.
-    topology : Topology
-        Of at most 50 stored blocks, block rows and block columns: labels of a sum are powers of two.
+    Labels of a sum are powers of two, so at most 50 blocks, block rows and block columns have one.
 
     Raises
     ------
     ValueError
-        If there is no such product, or the topology is larger.
+        If the product is none of ``PRODUCTS``, or the topology is larger.
     """
     checks.check_name("product", product, PRODUCTS)
     largest = max(topology.nnz, *_grid(topology))

@@ -57,10 +57,7 @@ def tensors_to_scale(accounts: Sequence[Account]) -> Figure:
     Filled is what lives until the backward; an outline is freed within the forward; what only the first account
     has leaves its place empty.
 
-    Parameters
-    ----------
-    accounts : sequence of Account
-        Of one configuration, at least one; the first has every tensor that is drawn. Tensors must be matrices.
+    The accounts are of one configuration; the first has every tensor that is drawn, and all are matrices.
 
     Raises
     ------

@@ -258,13 +258,9 @@ FILLED = (True, False)  # marks of a panel's first series, and of its second
 def pareto_picture(layers: Mapping[str, Mapping[str, Sequence[Cost]]]) -> Figure:
     """Kept bytes against time, a panel a layer: down and left is better, and the line joins the Pareto front.
 
+    ``layers`` maps a title to {series: costs}, one or two series; the first has filled marks, the second hollow ones.
     Time is given beyond the fastest policy of the same series, so that series can be compared; the fastest's own
     time stands in the panel's title.
-
-    Parameters
-    ----------
-    layers : mapping
-        Title to {series: costs}, one or two series; the first has filled marks, the second hollow ones.
     """
     columns = min(2, len(layers))
     rows = ceil_div(len(layers), columns)
