@@ -30,7 +30,7 @@ EVERY = [
     for version, able in versions.items()
     for dtype in able
 ]
-NUMPY = [(stage, "numpy", dtype) for stage in STAGES for dtype in ("float64", "float32")]
+NUMPY = [(stage, "numpy", dtype) for stage in STAGES for dtype in ("float32", "float64")]
 NUMBA = [(stage, "numba", "float32") for stage in ("activation", *STAGES)]
 RAGGED = make_case(137, 24, 72, 5, 3, "zipf", "no tile divides it")
 IN_PARTS_SIZES = 70, 304, 16, 3, 2
