@@ -200,26 +200,11 @@ class _Draft(NamedTuple):
 def account(
     config: MoEConfig, system: str, policy: str | None = None, assumptions: Assumptions = Assumptions()
 ) -> Account:
-    """The activation bytes of ``system`` for one layer and one step.
+    """The activation bytes of ``system``, one of ``SYSTEMS``, for one layer and one step, a row for each tensor.
 
+    The policy, one of ``config.POLICIES``, says what ``moeblaze`` keeps; the other systems have none. L = 0 is valid.
     Those of ``moeblaze`` have y whole, as most versions do; where 7_persistent has half of it at a time,
     `step_account` says.
-
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer and the step; L = 0 is valid.
-    system : str
-        One of ``SYSTEMS``.
-    policy : str, optional
-        What ``moeblaze`` keeps, one of ``config.POLICIES``; the other systems have none.
-    assumptions : Assumptions
-        Routing, capacity factor, block size.
-
-    Returns
-    -------
-    Account
-        One row a tensor, in order of birth.
 
     Raises
     ------
@@ -254,27 +239,16 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
 
     Gradients are counted, those of the weights included; weights and optimizer states are not, nor, once the backward
     begins, the output: in a model the next layer decides, but whoever calls ``torch.autograd.grad(out, ...)`` holds it
-    to the end. A kept tensor is freed where `layer.backward` frees it.
+    to the end. A kept tensor is freed where `layer.backward` frees it. So ``kept`` are the tensors that are alive when
+    the step ends, and ``peak_bytes`` is the step's peak.
 
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer and the step.
-    policy : str
-        One of ``config.POLICIES``.
-    version : str
-        Of the expert stages, a tiled one: it decides how many columns of y and of the rows of d_x exist at one time.
-
-    Returns
-    -------
-    Account
-        In order of birth; ``kept`` are the tensors that are alive when the step ends, and ``peak_bytes`` is the
-        step's peak.
+    The version, a tiled one of the expert stages, decides how many columns of y and of the rows of d_x exist at one
+    time.
 
     Raises
     ------
     ValueError
-        If the policy is unknown.
+        If the policy, one of ``config.POLICIES``, is unknown.
     """
     one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
     C = Size("C", gemm.gate_terms(version, config.h))  # tiles of columns, each leaves a share of the gates' gradients

@@ -35,15 +35,7 @@ class Measured(NamedTuple):
 def measured(one: Account, device: str = "cpu") -> Measured:
     """Run the layer of an account, on its configuration and its counts, and add up what autograd keeps.
 
-    Parameters
-    ----------
-    device : str
-        "cpu" or "cuda".
-
-    Returns
-    -------
-    Measured
-        Not run is what no layer here does, or does in this dtype, and on a CPU what takes more than ``CPU_FLOPS``.
+    Not run is what no layer here does, or does in this dtype, and on a CPU what takes more than ``CPU_FLOPS``.
     """
     remark = _obstacle(one, device)
     if remark:

@@ -100,15 +100,8 @@ def kept_by_tensor(one: Account) -> dict[str, int]:
 def stacked_bars(accounts: Sequence[Account]) -> Figure:
     """Kept bytes, one bar a system and policy, stacked by tensor; a tick shows the peak of the forward.
 
-    Parameters
-    ----------
-    accounts : sequence of Account
-        See `accounting.accounts`: at least one, all of one configuration; the first is drawn on top.
-
-    Returns
-    -------
-    Figure
-        Its axis is in GiB (2**30 bytes), or in MiB or KiB for a small layer.
+    The accounts are of one configuration; the first is drawn on top. The axis is in GiB (2**30 bytes), or in MiB or KiB
+    for a small layer.
 
     Raises
     ------
@@ -172,18 +165,9 @@ def _mark_peaks(axes, accounts, unit: Unit):
 def bytes_against_tokens(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Figure:
     """The forward's peak against L, log-log, for every system and policy, with two GPUs' capacities as lines.
 
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer; its own L is marked where it lies in the picture.
-    assumptions : Assumptions
-        Its counts are ignored: L varies, so routing is uniform.
-
-    Returns
-    -------
-    Figure
-        Both axes logarithmic; bytes in GB (1e9), as capacities are printed. Every line is labelled at its right
-        end, with the largest L that fits the smaller GPU; dots show where lines meet the capacities.
+    The layer's own L is marked where it lies in the picture. L varies, so routing is uniform: counts are ignored. Bytes
+    are in GB (1e9), as capacities are printed. Every line is labelled at its right end, with the largest L that fits
+    the smaller GPU; dots show where lines meet the capacities.
     """
     uniform = replace(assumptions, counts=None)
     figure, axes = panels(9, 5.5)

@@ -36,16 +36,8 @@ def traffic_table(reports: Sequence[LaunchReport]) -> Table:
 def traffic_bars(reports: Sequence[LaunchReport]) -> Figure:
     """Two bars a launch: the global bytes that its threads asked for, and the sectors that carry them.
 
-    Parameters
-    ----------
-    reports : sequence of LaunchReport
-        From ``SimtExecutor.recording``; the first is drawn on top.
-
-    Returns
-    -------
-    Figure
-        Its axis is in MiB (2**20 bytes), or the unit that suits. Requested bytes are not DRAM traffic: caches are
-        not modelled.
+    The reports are from ``SimtExecutor.recording``; the first is drawn on top. The axis is in MiB (2**20 bytes), or the
+    unit that suits. Requested bytes are not DRAM traffic: caches are not modelled.
 
     Raises
     ------

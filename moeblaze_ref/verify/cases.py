@@ -57,10 +57,7 @@ PRINTED_EXAMPLE = {
 def example_in_three_columns() -> list[dict[str, str]]:
     """MoEBlaze's figure 2, a row for each item: as printed, its misprint, and what the five tokens give.
 
-    Returns
-    -------
-    list of dict
-        Of the columns ``item``, ``as printed``, ``misprint`` and ``what the five tokens give``.
+    The columns are ``item``, ``as printed``, ``misprint`` and ``what the five tokens give``.
 
     Notes
     -----

@@ -76,16 +76,10 @@ Send = Callable[[bytes], Any]
 
 
 def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterable[Any] = ()) -> Ended:
-    """Fork, do the work there, and end everything that it started.
+    """Fork, call the work there with a function that sends bytes, and end everything that it started.
 
-    Parameters
-    ----------
-    work : callable
-        Called with the function that sends bytes.
-    folder : str
-        Where the process and its children put temporary files (``TMPDIR``); the caller removes it.
-    gone : iterable
-        Sentinels of processes without which the work is for nobody.
+    The process and its children put temporary files into the folder (``TMPDIR``); the caller removes it. ``gone`` are
+    sentinels of processes without which the work is for nobody.
 
     Raises
     ------
@@ -116,11 +110,7 @@ def supervise(work: Callable[[], Any]) -> int:
     """Fork, do the work there, and end every process that is left, even if the fork was killed.
 
     SIGTERM goes on to the process that works, which also gets it if this one is killed. It then ends what it started.
-
-    Returns
-    -------
-    int
-        Its exit status, or minus the signal that ended it.
+    Returns its exit status, or minus the signal that ended it.
     """
     _become_subreaper()
     with _list_of_children() as children:

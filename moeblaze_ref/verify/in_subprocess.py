@@ -52,14 +52,7 @@ class Verdict(NamedTuple):
 def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
     """`checker.examine` of a kernel that is named, where Numba runs as it would here.
 
-    Parameters
-    ----------
-    kernel, task
-        As of `checker.examine`; the kernel is none in memory.
-    limit : float
-        Seconds after which the check is stopped.
-    **options
-        As of `checker.examine`, but for ``cases``.
+    The options are those of `checker.examine`, but for ``cases``. The check is stopped after ``limit`` seconds.
 
     Raises
     ------
@@ -82,12 +75,7 @@ def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any
 def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
     """The same of a kernel's text, over the cases that are small enough for a simulator, where Numba runs in its own.
 
-    Parameters
-    ----------
-    file, text : str
-        What the kernel's file is called, for messages: NAME.cu or NAME.py; and what is in it.
-    kernel : str
-        The kernel's name.
+    The file is what the kernel's file is called, for messages: NAME.cu or NAME.py.
     """
     question = _Question(f"{file}:{kernel}", task, options | {"small": True}, text)
     return _ask(_server(), guard.Limits(limit), question)

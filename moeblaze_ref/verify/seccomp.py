@@ -143,15 +143,8 @@ CALLS = {
 
 
 def refuse_calls(calls: Iterable[str] = tuple(CALLS)) -> bool:
-    """Install the filter for this process and all that it starts; False if the system refuses.
+    """Install the filter of some of `CALLS` for this process and all that it starts; False if the system refuses.
 
-    Parameters
-    ----------
-    calls : iterable of str
-        Names in `CALLS`.
-
-    Notes
-    -----
     The process must have set ``PR_SET_NO_NEW_PRIVS``, and has one thread.
     """
     if sys.platform != "linux" or platform.machine() not in _MACHINES:

@@ -338,11 +338,8 @@ def _run(text: bytes, file: Path) -> ModuleType:
 def find(kernel: Any) -> CudaKernel | NumbaKernel | NumbaFile:
     """A reader's kernel, however it is given. Nothing of a file runs.
 
-    Parameters
-    ----------
-    kernel : str, Path or Numba kernel
-        ``FILE.cu`` or ``FILE.cu:name``; the text of such a file, with one kernel in it;
-        ``module:function`` or ``FILE.py:function``; or the function itself.
+    It is given as ``FILE.cu`` or ``FILE.cu:name``, as the text of such a file, with one kernel in it, as
+    ``module:function`` or ``FILE.py:function``, or as the function itself.
 
     Raises
     ------
