@@ -486,10 +486,7 @@ def capacities(case: Case) -> list[Case]:
 def every_activation(**sizes: int) -> list[Case]:
     """Every activation, with renormalisation and both losses, then without, on one shape that no tile divides.
 
-    Parameters
-    ----------
-    **sizes : int
-        L, d, h, E and k, where they are to be others.
+    ``sizes`` are L, d, h, E and k, where they are to be others.
     """
     return [
         replace(_switched(activation, on, **sizes), name=f"{activation}, {'all on' if on else 'all off'}")

@@ -75,14 +75,8 @@ def precision(stage: str, version: str | None, dtype: str) -> str:
 def compare(found: Arrays, exact: Arrays, dtype: str, baseline: Arrays | None = None) -> tuple[float, float]:
     """Error and bound of the tensor that is closest to its bound, or furthest beyond it.
 
-    Parameters
-    ----------
-    found, exact : dict of arrays
-        The stage's results, and those of float64.
-    dtype : str
-        What the stage computed in: `precision`.
-    baseline : dict of arrays, optional
-        Results of plain torch in that dtype; needed for the narrow ones.
+    The exact results are those of float64; the dtype is what the stage computed in: `precision`. The narrow ones need
+    a baseline, the results of plain torch in that dtype.
     """
     pairs = [(relative_error(found[name], exact[name]), bound_of(name, exact, dtype, baseline or {})) for name in exact]
     return max(pairs, key=badness)

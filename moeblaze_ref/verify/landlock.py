@@ -35,13 +35,7 @@ class Opened(NamedTuple):
 
 
 def opened(folder: str) -> list[Opened]:
-    """The paths that a reader's kernel may write. It may read whatever the user may read.
-
-    Parameters
-    ----------
-    folder : str
-        For its temporary files.
-    """
+    """The paths that a reader's kernel may write, a folder for temporary files too. It may read what the user may."""
     found = [
         Opened(folder, "temporary files of compilers, of CuPy and of CUDA"),
         Opened("/dev/null", "compilers and shells write there"),

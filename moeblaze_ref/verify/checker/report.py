@@ -48,12 +48,8 @@ def _number(value: float) -> str:
 def first_difference(problem: Problem, found: Arrays, baseline: Arrays) -> Difference | None:
     """Return the first element outside the project's bounds, or None.
 
-    Parameters
-    ----------
-    found : dict of arrays
-        What the kernel wrote, over poison.
-    baseline : dict of arrays
-        Results of plain torch in the same dtype, for the narrow ones.
+    Found is what the kernel wrote, over poison. The baseline is plain torch's results in the same dtype, for the narrow
+    ones.
     """
     for name, expected in problem.expected.items():
         if name not in found:
