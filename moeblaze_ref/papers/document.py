@@ -30,7 +30,6 @@ BASELINES = {
     "gather_sum_compiled": "torch.compile",
 }
 DEVICE_OF_THE_PAPERS = "H100"
-PRINTED_SPEED = {"moeblaze-fig4": "1.4x to 3.7x", "moeblaze-fig6": "2x to 6.2x"}
 # The three layers of which PAPERS' facts are quoted: configuration and activation.
 QUOTED = (("conf4", "silu"), ("conf3", "swiglu"), ("conf4", "relu"))
 
@@ -191,7 +190,8 @@ def ranges(recorded: Recorded) -> str:
         found = moeblaze.speeds(recorded, item, activation, MINIMAL)
         for device, *cells in _by_device(found):
             values = [float(cell) for cell in cells if cell]
-            lines.append([NAMES[activation], PRINTED_SPEED[item], device, f"{min(values):.2f} to {max(values):.2f}"])
+            printed_text = moeblaze.PRINTED_SPEED[item].text
+            lines.append([NAMES[activation], printed_text, device, f"{min(values):.2f} to {max(values):.2f}"])
     return documents.table(["activation", "the paper prints", "device", "ours"], lines, 4) if lines else ""
 
 
