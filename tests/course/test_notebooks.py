@@ -84,7 +84,17 @@ FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 KERNELS = "dispatch/1_dense_map.cu"
 
-every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    """Every notebook of the course."""
+    return request.param
+
+
+@pytest.fixture
+def prose(path):
+    """The Markdown of a notebook."""
+    return "\n".join(cell.source for cell in cells(path, "markdown"))
 
 
 @functools.cache
@@ -139,7 +149,6 @@ def pictures_of(path):
     return [(output["metadata"]["image/png"]["alt"], output["data"]["image/png"]) for output in shown]
 
 
-@every_notebook
 def test_a_text_is_of_one_picture(path):
     """Two pictures that say the same are the same: a slider that begins where the picture above it stands."""
     found = {}
@@ -177,7 +186,6 @@ def test_the_reading_order_has_no_gap():
         assert cells(path, "markdown")[0].source.startswith(f"# {number}. ")
 
 
-@every_notebook
 def test_the_file_is_canonical(path):
     assert path.read_text() == outputs.text(nbformat.from_dict(notebook(path)))
     assert notebook(path).metadata == METADATA and notebook(path).nbformat_minor == 5
@@ -185,21 +193,18 @@ def test_the_file_is_canonical(path):
     nbformat.validate(notebook(path))
 
 
-@every_notebook
 def test_outputs_are_committed_as_every_run_has_them(path):
     assert outputs.settled(notebook(path)) == notebook(path)
     code = cells(path, "code")
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run `make notebooks`"
 
 
-@every_notebook
 def test_cell_ids_are_names(path):
     ids = [cell.id for cell in notebook(path).cells]
     assert len(set(ids)) == len(ids)
     assert not [name for name in ids if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name)]
 
 
-@every_notebook
 def test_code_fits_the_page(path):
     long = [line for cell in cells(path, "code") for line in cell.source.splitlines() if len(line) > 100]
     assert not long
@@ -208,7 +213,6 @@ def test_code_fits_the_page(path):
 # What a course promises ----------------------------------------------------------------------------------------------
 
 
-@every_notebook
 def test_it_begins_with_what_one_learns_and_ends_with_what_is_open(path):
     first, *_, last = cells(path, "markdown")
     _, _, promised = first.source.partition("**You will learn**\n")
@@ -219,41 +223,34 @@ def test_it_begins_with_what_one_learns_and_ends_with_what_is_open(path):
 SECTIONS = ("The question", "What surprised us", "Exercises", "What the paper leaves open", "Further reading")
 
 
-@every_notebook
-def test_it_has_every_section(path):
-    text = "\n".join(cell.source for cell in cells(path, "markdown"))
-    headings = re.findall(r"^###? (?:\d+\. )?(.+)$", text, re.MULTILINE)
+def test_it_has_every_section(prose):
+    headings = re.findall(r"^###? (?:\d+\. )?(.+)$", prose, re.MULTILINE)
     assert [heading for heading in headings if heading in SECTIONS] == sorted(SECTIONS, key=headings.index)
     assert headings[0] == "The question" and headings[-1] == "Further reading"
-    assert len(re.findall(r"^- \*\*", text.partition("What surprised us\n")[2].partition("\n#")[0], re.MULTILINE)) >= 3
-    assert PAPER.findall(text.partition("### Further reading\n")[2])
+    assert len(re.findall(r"^- \*\*", prose.partition("What surprised us\n")[2].partition("\n#")[0], re.MULTILINE)) >= 3
+    assert PAPER.findall(prose.partition("### Further reading\n")[2])
 
 
 PAPER = re.compile(r"\[arXiv (\d{4}\.\d{5})\]\(https://arxiv\.org/abs/\1\)")
 
 
-@every_notebook
-def test_papers_are_links(path):
+def test_papers_are_links(prose):
     """Each is one that the documents name, too, and leads where it says; nothing is fetched."""
     known = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    text = "\n".join(cell.source for cell in cells(path, "markdown"))
-    assert not re.search(r"arXiv \d|https?://", PAPER.sub("", text))
-    assert not [paper for paper in PAPER.findall(text) if paper not in known]
+    assert not re.search(r"arXiv \d|https?://", PAPER.sub("", prose))
+    assert not [paper for paper in PAPER.findall(prose) if paper not in known]
 
 
-@every_notebook
-def test_answers_are_folded_under_their_questions(path):
-    text = "\n".join(cell.source for cell in cells(path, "markdown"))
+def test_answers_are_folded_under_their_questions(prose):
     folded = re.findall(
-        r"<details>\n<summary><b>(?:Question|Try)\.</b> ([^\n]+)</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL
+        r"<details>\n<summary><b>(?:Question|Try)\.</b> ([^\n]+)</summary>\n\n(.+?)\n\n</details>", prose, re.DOTALL
     )
-    assert len(folded) == text.count("<details>") == text.count("</details>") >= 5
+    assert len(folded) == prose.count("<details>") == prose.count("</details>") >= 5
     assert all("<" not in answer for _, answer in folded)
 
 
-@every_notebook
-def test_sections_are_numbered_in_order(path):
-    headings = re.findall(r"^## (\d+)\. ", "\n".join(cell.source for cell in cells(path, "markdown")), re.MULTILINE)
+def test_sections_are_numbered_in_order(prose):
+    headings = re.findall(r"^## (\d+)\. ", prose, re.MULTILINE)
     assert headings == [str(number) for number in range(1, len(headings) + 1)] and len(headings) > 4
 
 
@@ -263,7 +260,6 @@ def citations(path):
     return [tuple(line.removeprefix("# ").split(" -> ")) for line in lines if "->" in line]
 
 
-@every_notebook
 def test_every_citation_leads_to_code(path):
     found = citations(path)
     assert len(found) >= 5
@@ -276,7 +272,6 @@ def test_every_citation_leads_to_code(path):
             pkgutil.resolve_name(name)  # raises if there is no such thing
 
 
-@every_notebook
 def test_a_cell_cites_before_it_shows(path):
     for cell in cells(path, "code"):
         lines = cell.source.splitlines()
@@ -284,7 +279,6 @@ def test_a_cell_cites_before_it_shows(path):
         assert cited == list(range(len(cited))), f"{cell.id}: citations stand at the top"
 
 
-@every_notebook
 def test_every_link_and_path_exists(path):
     text = "\n".join(cell.source for cell in notebook(path).cells)
     for target in re.findall(r"\]\(([^)]+)\)", PAPER.sub("", text)):
@@ -319,7 +313,6 @@ def names_defined(source):
     return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-@every_notebook
 def test_it_imports_and_never_redefines(path):
     project = set().union(*(names_defined(file.read_text()) for file in (ROOT / "moeblaze_ref").rglob("*.py")))
     for cell in cells(path, "code"):
@@ -328,7 +321,6 @@ def test_it_imports_and_never_redefines(path):
         assert "__global__" not in code and "cuda.jit" not in code, f"{cell.id}: source is shown, not pasted"
 
 
-@every_notebook
 def test_prose_leaves_bytes_to_the_cells_that_compute_them(path):
     """Large numbers and units with decimals belong into output; definitions and hand arithmetic are smaller."""
     for cell in cells(path, "markdown"):
