@@ -45,7 +45,7 @@ def heading(axes: Axes, text: str, **look: Any) -> None:
     axes.set_title(text, loc="left", fontsize="medium", **look)
 
 
-def centered(axes: Axes, x: float, y: float, text: object, **look: Any) -> None:
+def centered(axes: Axes, x: float, y: float, text: Any, **look: Any) -> None:
     """Write a text around a point."""
     axes.text(x, y, text, ha="center", va="center", **look)
 

@@ -71,8 +71,9 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, cell_seconds: int = 6
     copy = nbformat.from_dict(notebook)
     with tempfile.TemporaryDirectory() as home:
         where = {"metadata": {"path": str(folder)}}
-        options = {"kernel_manager_class": _ThisPython, "record_timing": False, "resources": where}
         one_thread = {"OMP_NUM_THREADS": "1"}  # more would add in another order
-        client = NotebookClient(copy, timeout=cell_seconds, **options)
+        client = NotebookClient(
+            copy, timeout=cell_seconds, kernel_manager_class=_ThisPython, record_timing=False, resources=where
+        )
         client.execute(env={**os.environ, "IPYTHONDIR": home, **one_thread})
     return copy
