@@ -150,8 +150,10 @@ class Trial:
         constants, symbols = self._constants(problem), self._symbols(problem)
         names = self.parameters(problem)
         inputs = {name: array.copy() for name, array in problem.inputs.items()}
-        given = problem.sizes | inputs | memory
-        arguments = {name: given[name] if name in given else self._nothing(name) for name in names}
+        # A tensor that the activation lacks is an array that the kernel must not read.
+        absent = {name: np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype)) for name in self.contract.tensors}
+        given = absent | problem.sizes | inputs | memory
+        arguments = {name: given[name] for name in names}
         launch = self.launch.at(self.kernel.name, symbols)
         counts = self._launch(constants, launch, arguments, order)
         written = counts.get("written", {})  # what changes in a device's copy of an input does not come back
@@ -173,10 +175,6 @@ class Trial:
     def parameters(self, problem: Problem) -> tuple[str, ...]:
         """The tensors and sizes that the kernel takes. Errors are those of its ``fit``."""
         return self.kernel.fit(self.contract, self.dtype, self._constants(problem))
-
-    def _nothing(self, name: str) -> np.ndarray:
-        """Return the argument for a tensor that the activation lacks: an array that the kernel must not read."""
-        return np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype))
 
     def _constants(self, problem: Problem) -> dict[str, Any]:
         return self.constants_of(problem.case.renormalize)
