@@ -540,7 +540,7 @@ def test_moetuners_tails_and_means_are_modelled(rows):
     assert "+0.0%" in ours["-34.8%, -22.5%"], "no map changes the sum of the tokens"
 
 
-def test_needed_factors_are_the_fullest_experts(tmp_path):
+def test_needed_factors_are_the_fullest_experts():
     topk = np.array([[[0], [1]], [[0], [2]], [[1], [2]], [[0], [3]]], np.int16)
     trace = RoutingTrace(topk, 4, seq=np.array([0, 1, 2, 3]), pos=np.zeros(4, np.int32))
     assert traced.needed_factors(trace, 4).tolist() == [[3.0, 2.0]]
