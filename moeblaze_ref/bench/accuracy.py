@@ -33,8 +33,8 @@ Keeps = Callable[[Tensor], Tensor]  # topk_experts (L, k) -> which of them are c
 class Weights(NamedTuple):
     """The weights that a layer computes with."""
 
-    leaves: Mapping[str, Tensor]  # those that autograd differentiates, in the layer's own layouts
-    # Gradients of all leaves by name to gradients of wg, w1, w2 and w3 in the layouts of `RoutedExperts`.
+    leaves: Mapping[str, Tensor]  #: those that autograd differentiates, in the layer's own layouts
+    #: Gradients of all leaves by name to gradients of wg, w1, w2 and w3 in the layouts of `RoutedExperts`.
     as_ours: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda gradients: gradients
 
 
@@ -46,10 +46,10 @@ def weights_of(parameters: RoutedExperts) -> Weights:
 class Error(NamedTuple):
     """The error of a tensor."""
 
-    whole: float  # ||found - expected|| / ||expected||; of integers, 0 if they are equal, else infinite
-    # Of the worst entry along the first dimension, such as a token's row or an expert's matrix: its
-    # ||found - expected|| over its ||expected||, or over the root of the mean square of all ||expected|| if that is
-    # larger, so that small entries need not be righter than others.
+    whole: float  #: ||found - expected|| / ||expected||; of integers, 0 if they are equal, else infinite
+    #: Of the worst entry along the first dimension, such as a token's row or an expert's matrix: its
+    #: ||found - expected|| over its ||expected||, or over the root of the mean square of all ||expected|| if that is
+    #: larger, so that small entries need not be righter than others.
     row: float
 
     @property

@@ -67,30 +67,30 @@ DENSE = "nvjet.*|.*gemm.*"  # what cuBLAS calls its kernels
 class Row:
     """One launch under ncu."""
 
-    kind: str  # "counters"
+    kind: str  #: "counters"
     preset: str
-    shape: dict[str, int]  # {L, d, h, E, k} of the layer, {M, N, K} of the dense product
-    dtype: str  # of the layer's activations
-    version: str  # "" of the dense product
+    shape: dict[str, int]  #: {L, d, h, E, k} of the layer, {M, N, K} of the dense product
+    dtype: str  #: of the layer's activations
+    version: str  #: "" of the dense product
     kernel: str
-    idea: str  # which step of the series it is, or which stage of a training step; or that it is the dense product
-    duration_ms: float  # after a pause and with cold caches: not comparable with interleaved times
-    sm_clock_ghz: float  # cycles of a multiprocessor in a nanosecond
-    tensor_pct: float  # of the time in which the tensor cores' pipe is busy
-    issue_pct: float  # of a scheduler's active cycles in which one issues
-    dram_pct: float  # of the peak rate, as of the L2 cache
+    idea: str  #: which step of the series it is, or which stage of a training step; or that it is the dense product
+    duration_ms: float  #: after a pause and with cold caches: not comparable with interleaved times
+    sm_clock_ghz: float  #: cycles of a multiprocessor in a nanosecond
+    tensor_pct: float  #: of the time in which the tensor cores' pipe is busy
+    issue_pct: float  #: of a scheduler's active cycles in which one issues
+    dram_pct: float  #: of the peak rate, as of the L2 cache
     dram_read_bytes: int
     dram_written_bytes: int
     l2_pct: float
-    l2_hit_pct: float  # of the sectors, those that are found in the cache
-    l2_link_pct: float  # of the time in which the link between the cache's two halves is busy
-    # Sectors of 32 bytes for each request of a warp; copies by TMA and cp.async are no such requests.
+    l2_hit_pct: float  #: of the sectors, those that are found in the cache
+    l2_link_pct: float  #: of the time in which the link between the cache's two halves is busy
+    #: Sectors of 32 bytes for each request of a warp; copies by TMA and cp.async are no such requests.
     sectors_per_load: float
     sectors_per_store: float
-    registers: int  # of a thread at the launch
-    shared_bytes: int  # of a block
-    stalls: list[tuple[str, float]]  # the three that take most of the warps' time, by ncu's names, and its percent
-    tool: str  # ncu's version, and the options that bear on the figures
+    registers: int  #: of a thread at the launch
+    shared_bytes: int  #: of a block
+    stalls: list[tuple[str, float]]  #: the three that take most of the warps' time, by ncu's names, and its percent
+    tool: str  #: ncu's version, and the options that bear on the figures
 
 
 class Launch(NamedTuple):
@@ -98,7 +98,7 @@ class Launch(NamedTuple):
 
     idea: str
     version: str
-    kernel: str  # a pattern
+    kernel: str  #: a pattern
     shape: dict[str, int]
 
 

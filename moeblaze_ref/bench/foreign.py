@@ -27,8 +27,8 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 class Baseline(NamedTuple):
     """A layer of another project."""
 
-    layer: Layer  # x (L, d) to output (L, d) and choice of experts (L, k)
-    weights: Weights  # its own, which hold the numbers of ours
+    layer: Layer  #: x (L, d) to output (L, d) and choice of experts (L, k)
+    weights: Weights  #: its own, which hold the numbers of ours
 
 
 # MegaBlocks ----------------------------------------------------------------------------------------------------------

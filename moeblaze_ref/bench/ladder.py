@@ -40,17 +40,17 @@ NO_BANDS: Constants = (("BAND", 1),)
 class Step:
     """One way to make a, b and y_swi."""
 
-    version: str  # of ``expert_up.FORWARD_VERSIONS``
-    idea: str  # what is different from the step before, or from the whole
-    constants: Constants = ()  # with which the version's file is compiled, beside its usual ones
-    # A block for each multiprocessor, which takes tile after tile; otherwise a block for each tile. Of the last
-    # version; the others always have a block for each tile.
+    version: str  #: of ``expert_up.FORWARD_VERSIONS``
+    idea: str  #: what is different from the step before, or from the whole
+    constants: Constants = ()  #: with which the version's file is compiled, beside its usual ones
+    #: A block for each multiprocessor, which takes tile after tile; otherwise a block for each tile. Of the last
+    #: version; the others always have a block for each tile.
     persistent: bool = True
-    # Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
-    # and torch multiplies that by b.
+    #: Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
+    #: and torch multiplies that by b.
     fused: bool = True
-    against: str = ABOVE  # what it is compared with: this, ``WHOLE`` or ``BELOW``; the whole with the last, too
-    most_tokens: int | None = None  # a layer with more is timed with this many
+    against: str = ABOVE  #: what it is compared with: this, ``WHOLE`` or ``BELOW``; the whole with the last, too
+    most_tokens: int | None = None  #: a layer with more is timed with this many
 
     def config(self, config: MoEConfig) -> MoEConfig:
         """The layer with no more tokens than the step takes."""
@@ -112,8 +112,8 @@ class Row(TimedRow):
 
     version: str
     idea: str
-    tflops: float  # 1e12 FLOPs of both products in a second
-    pct_of_cublas: float  # that in percent of the dense product's rate
+    tflops: float  #: 1e12 FLOPs of both products in a second
+    pct_of_cublas: float  #: that in percent of the dense product's rate
 
 
 def steps_of(config: MoEConfig, versions: Sequence[str] = ()) -> list[Step]:

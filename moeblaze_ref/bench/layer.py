@@ -34,13 +34,13 @@ GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing
 class Choice:
     """Systems, policies and routings to time."""
 
-    # Of ``timed_systems.SYSTEMS``; `systems_to_time` says which of them a layer is timed on.
+    #: Of ``timed_systems.SYSTEMS``; `systems_to_time` says which of them a layer is timed on.
     systems: Sequence[str] = (OURS, GRAPHED, "grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
-    policies: Sequence[str] = ("minimal",)  # of ``config.POLICIES``: one row of each of `OWN` for each
-    version: str | None = None  # of `OWN`; by default the layer's own
-    routing: str = "uniform"  # one of ``routing.ROUTINGS``; any other is timed interleaved with this one
-    capacity_factor: float = DEFAULT_FACTOR  # of the system ``capacity``
-    repetitions: int = 15  # of each row
+    policies: Sequence[str] = ("minimal",)  #: of ``config.POLICIES``: one row of each of `OWN` for each
+    version: str | None = None  #: of `OWN`; by default the layer's own
+    routing: str = "uniform"  #: one of ``routing.ROUTINGS``; any other is timed interleaved with this one
+    capacity_factor: float = DEFAULT_FACTOR  #: of the system ``capacity``
+    repetitions: int = 15  #: of each row
 
 
 class Subject(NamedTuple):
@@ -56,29 +56,30 @@ class Row(TimedRow):
     """One system on one layer, forward and backward. Its ratios are to each other system but `OWN` on its routing."""
 
     system: str
-    policy: str | None  # None of who has no policies, as the version of who has no versions
+    policy: str | None  #: None of who has no policies, as the version of who has no versions
     version: str | None
-    routing: str  # where the router sent the tokens
-    fwd_ms: float  # medians of both parts
+    routing: str  #: where the router sent the tokens
+    fwd_ms: float  #: medians of both parts
     bwd_ms: float
-    # The same step replayed as a CUDA graph, without the host; None for large layers, where no graph can be made, and
-    # of `GRAPHED`, whose step launches graphs.
+    #: The same step replayed as a CUDA graph, without the host; None for large layers, where no graph can be made, and
+    #: of `GRAPHED`, whose step launches graphs.
     graph_ms: float | None
-    # What autograd keeps for the backward, weights excluded. None of `GRAPHED`: its graphs hold what they need from
-    # their capture on, and a step keeps and allocates next to nothing.
+    #: What autograd keeps for the backward, weights excluded. None of `GRAPHED`: its graphs hold what they need from
+    #: their capture on, and a step keeps and allocates next to nothing.
     kept_bytes: int | None
-    # The most that is allocated at a time in a step, weights excluded; input and gradients included. None of `GRAPHED`.
+    #: The most that is allocated at a time in a step, weights excluded; input and gradients included. None of
+    #: `GRAPHED`.
     peak_bytes: int | None
-    roofline_ms: float  # of `roofline.layer_roofline_ms`
-    pct_of_roofline: float  # the roofline over the median
-    # FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and interleaved. Of
-    # rows that are dropped there are none, and those of padding do not count.
+    roofline_ms: float  #: of `roofline.layer_roofline_ms`
+    pct_of_roofline: float  #: the roofline over the median
+    #: FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and interleaved.
+    #: Of rows that are dropped there are none, and those of padding do not count.
     pct_of_cublas: float
     pct_of_hot_cublas: float
-    time_over_uniform: float | None  # the median over that of the same system on uniform routing; None on that itself
-    activation: str = "swiglu"  # of every row from before this column
-    capacity_factor: float | None = None  # of ``capacity``, whose errors are over the choices that it should compute
-    dropped_rows: int | None = None  # this and the next two as `timed_systems.losses` of the input that is compared
+    time_over_uniform: float | None  #: the median over that of the same system on uniform routing; None on that itself
+    activation: str = "swiglu"  #: of every row from before this column
+    capacity_factor: float | None = None  #: of ``capacity``, whose errors are over the choices that it should compute
+    dropped_rows: int | None = None  #: this and the next two as `timed_systems.losses` of the input that is compared
     lost_tokens: int | None = None
     padding_rows: int | None = None
 

@@ -40,15 +40,15 @@ class Request:
     Policies, systems, routing and capacity_factor are of a layer, see `layer.Choice`; stages are of a step.
     """
 
-    presets: Sequence[str] = ()  # names, or "all" for ``LAYER_PRESETS``
-    tokens: int | None = None  # L, in place of that of each preset
+    presets: Sequence[str] = ()  #: names, or "all" for ``LAYER_PRESETS``
+    tokens: int | None = None  #: L, in place of that of each preset
     policies: Sequence[str] = ()
-    systems: Sequence[str] = ()  # as `timed_systems.named` knows them
+    systems: Sequence[str] = ()  #: as `timed_systems.named` knows them
     routing: str | None = None
     capacity_factor: float | None = None
-    stages: Sequence[str] = ()  # of `roofline.stages_of`
-    versions: Sequence[str] = ()  # of the kernels; of a layer at most one
-    repetitions: int = 15  # of each row
+    stages: Sequence[str] = ()  #: of `roofline.stages_of`
+    versions: Sequence[str] = ()  #: of the kernels; of a layer at most one
+    repetitions: int = 15  #: of each row
 
 
 def jobs(kind: str, request: Request) -> list[Job]:

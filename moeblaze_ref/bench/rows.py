@@ -7,15 +7,15 @@ from dataclasses import dataclass
 class TimedRow:
     """What one row of a layer, a stage or the series has."""
 
-    kind: str  # "layer", "stage", "ladder", or the stage's name where plain torch is timed too
+    kind: str  #: "layer", "stage", "ladder", or the stage's name where plain torch is timed too
     preset: str
-    shape: dict[str, int]  # {L, d, h, E, k}, of the layer as it was timed
-    dtype: str  # of its activations
-    step_ms: float  # median
-    quartiles_ms: tuple[float, float]  # first and third
-    ratio_to: dict[str, float]  # how many times as fast as each that it is compared with: {"grouped_mm": 1.3}
-    error: float | None  # as `accuracy.Error`; None of what the others are compared with
-    cublas_tflops: float  # this and the next two as `roofline.columns`
+    shape: dict[str, int]  #: {L, d, h, E, k}, of the layer as it was timed
+    dtype: str  #: of its activations
+    step_ms: float  #: median
+    quartiles_ms: tuple[float, float]  #: first and third
+    ratio_to: dict[str, float]  #: how many times as fast as each that it is compared with: {"grouped_mm": 1.3}
+    error: float | None  #: as `accuracy.Error`; None of what the others are compared with
+    cublas_tflops: float  #: this and the next two as `roofline.columns`
     copy_gb_s: float
     hot_cublas_tflops: float
-    row_error: float | None = None  # as `accuracy.Error`; None of rows from before this column, too
+    row_error: float | None = None  #: as `accuracy.Error`; None of rows from before this column, too

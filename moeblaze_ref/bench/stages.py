@@ -65,14 +65,14 @@ WITH_TORCH = ("gating", "dispatch", "combine")  # stages that plain torch has to
 class Row(TimedRow):
     """One stage of one layer, on the device's own time. Its ratio and its errors are to plain torch."""
 
-    stage: str  # one of `roofline.stages_of`
-    system: str  # "moeblaze" or "torch"
-    version: str | None  # None where there is no ladder
-    flops: int  # as `ceilings.Cost`, like the bytes
+    stage: str  #: one of `roofline.stages_of`
+    system: str  #: "moeblaze" or "torch"
+    version: str | None  #: None where there is no ladder
+    flops: int  #: as `ceilings.Cost`, like the bytes
     bytes: int
-    bound: str  # which of both is the roofline
+    bound: str  #: which of both is the roofline
     roofline_ms: float
-    pct_of_roofline: float  # the roofline over the median
+    pct_of_roofline: float  #: the roofline over the median
 
 
 def versions_of(stage: str, dtype: str) -> list[str | None]:

@@ -35,12 +35,12 @@ class Time:
     """Time of one tile."""
 
     preset: str
-    version: str  # this and the next three as in `tiles.KEY`
+    version: str  #: this and the next three as in `tiles.KEY`
     kernel: str
     groups: str
     weights: str
     tile: tiles.Tile
-    ms: float  # median, on the device's own time
+    ms: float  #: median, on the device's own time
 
 
 def jobs(presets: Sequence[str], tokens: int | None, versions: Sequence[str], repetitions: int) -> list[Callable]:

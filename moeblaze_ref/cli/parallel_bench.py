@@ -63,8 +63,8 @@ class Found:
 class Taken(NamedTuple):
     """Milliseconds of every rank."""
 
-    whole: np.ndarray  # (ranks, steps)
-    parts: np.ndarray  # (ranks, steps, layers, 3), of ``measure.PARTS``
+    whole: np.ndarray  #: (ranks, steps)
+    parts: np.ndarray  #: (ranks, steps, layers, 3), of ``measure.PARTS``
 
 
 # What is replayed -----------------------------------------------------------------------------------------------------

@@ -34,10 +34,10 @@ class Trained(NamedTuple):
     """The model of a checkpoint, and its origin."""
 
     model: MoETransformer
-    settings: TrainSettings  # that it was trained with
-    text: str  # `data.Corpus.fingerprint` of what it was trained on
-    steps: int  # that it was trained for
-    digest: str  # SHA-256 of the checkpoint, in hexadecimal
+    settings: TrainSettings  #: that it was trained with
+    text: str  #: `data.Corpus.fingerprint` of what it was trained on
+    steps: int  #: that it was trained for
+    digest: str  #: SHA-256 of the checkpoint, in hexadecimal
 
 
 def save(path: Path, trainer: Trainer):

@@ -14,10 +14,10 @@ LEAST = 20  # steps that a rate of growth is computed from
 class Drift(NamedTuple):
     """The growth of one run's gap."""
 
-    since: int  # the step, from 1, at which the gap of moeblaze first was above `LEFT`
-    growth: float  # doublings of the gap in a step: least squares of its logarithm, without the steps of equal losses
-    correlation: float  # of its signed gaps with those of moeblaze
-    size: float  # of its signed gaps, as a multiple of those of moeblaze: least squares
+    since: int  #: the step, from 1, at which the gap of moeblaze first was above `LEFT`
+    growth: float  #: doublings of the gap in a step: least squares of its logarithm, without the steps of equal losses
+    correlation: float  #: of its signed gaps with those of moeblaze
+    size: float  #: of its signed gaps, as a multiple of those of moeblaze: least squares
 
 
 def drifts(losses: Mapping[str, Sequence[float]]) -> dict[str, Drift]:

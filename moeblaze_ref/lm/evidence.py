@@ -21,13 +21,13 @@ HEAD = {"device", "versions", "commit", "kind", "preset", "settings", "text", "s
 class Request:
     """A user's request for evidence."""
 
-    preset: str = "tiny"  # one of ``presets.SETTINGS``
-    # To compare, `STEPS` by default; of ``curves``, in place of the preset's, and at least ``curves.WINDOW``.
+    preset: str = "tiny"  #: one of ``presets.SETTINGS``
+    #: To compare, `STEPS` by default; of ``curves``, in place of the preset's, and at least ``curves.WINDOW``.
     steps: int | None = None
-    device: str | None = None  # cpu or cuda; by default a GPU if there is one
-    data: Path | None = None  # folder of text files, in place of Python's own text
-    out: Path | None = None  # of ``curves`` alone: the folder of the runs' folders
-    runs: tuple[str, ...] = ()  # of ``curves`` alone: the ``curves.RUNS`` to train first, or to go on with
+    device: str | None = None  #: cpu or cuda; by default a GPU if there is one
+    data: Path | None = None  #: folder of text files, in place of Python's own text
+    out: Path | None = None  #: of ``curves`` alone: the folder of the runs' folders
+    runs: tuple[str, ...] = ()  #: of ``curves`` alone: the ``curves.RUNS`` to train first, or to go on with
 
 
 def gather(kind: str, request: Request) -> dict[str, Any]:

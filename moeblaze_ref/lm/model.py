@@ -24,16 +24,16 @@ class LMConfig:
         activation is unknown.
     """
 
-    d: int = 64  # model width
-    h: int = 128  # expert width
-    E: int = 8  # experts of a layer
-    k: int = 2  # experts per token
-    layers: int = 2  # blocks
-    heads: int = 4  # attention heads of each block; d / heads must be even (RoPE turns pairs)
-    sequence: int = 128  # tokens of a training window
-    vocab: int = 256  # token ids: bytes
-    activation: str = "swiglu"  # of the experts, one of ``config.ACTIVATIONS``
-    shared: int = 0  # width of the expert that every token passes beside its own k; 0 for none
+    d: int = 64  #: model width
+    h: int = 128  #: expert width
+    E: int = 8  #: experts of a layer
+    k: int = 2  #: experts per token
+    layers: int = 2  #: blocks
+    heads: int = 4  #: attention heads of each block; d / heads must be even (RoPE turns pairs)
+    sequence: int = 128  #: tokens of a training window
+    vocab: int = 256  #: token ids: bytes
+    activation: str = "swiglu"  #: of the experts, one of ``config.ACTIVATIONS``
+    shared: int = 0  #: width of the expert that every token passes beside its own k; 0 for none
 
     def __post_init__(self):
         checks.check_int("shared", self.shared, at_least=0)
@@ -54,17 +54,17 @@ class LMConfig:
 class MoETrace(NamedTuple):
     """Input, routing and losses of one MoE layer; training keeps all of them anyway."""
 
-    x: Tensor  # (L, d), L = batch * length
-    topk_experts: Tensor  # (L, k) int32
-    load_balancing_loss: Tensor  # ()
-    router_z_loss: Tensor  # ()
+    x: Tensor  #: (L, d), L = batch * length
+    topk_experts: Tensor  #: (L, k) int32
+    load_balancing_loss: Tensor  #: ()
+    router_z_loss: Tensor  #: ()
 
 
 class LMOutput(NamedTuple):
     """Predictions for the next token, and the trace of every MoE layer."""
 
-    logits: Tensor  # (batch, length, vocab)
-    traces: tuple[MoETrace, ...]  # one a block
+    logits: Tensor  #: (batch, length, vocab)
+    traces: tuple[MoETrace, ...]  #: one a block
 
 
 def rotary_angles(length: int, width: int, base: float = 10_000.0) -> Tensor:

@@ -36,23 +36,23 @@ class TrainSettings:
     """
 
     config: LMConfig
-    steps: int  # of the optimizer; 0 trains nothing
-    layer: str = "oracle"  # the system of the MoE layers, one of ``systems.SYSTEMS``
-    layer_options: Mapping[str, Any] = field(default_factory=dict)  # of its constructor, such as ``policy``
-    batch: int = 16  # windows of a step
-    learning_rate: float = 3e-3  # AdamW's, at its peak
-    warmup: int = 0  # steps in which it rises to the peak, linearly
-    # What is left of the learning rate at the last step, after half a cosine that begins where the warm-up ends; 1
-    # keeps it. A run of no more steps than the warm-up never falls.
+    steps: int  #: of the optimizer; 0 trains nothing
+    layer: str = "oracle"  #: the system of the MoE layers, one of ``systems.SYSTEMS``
+    layer_options: Mapping[str, Any] = field(default_factory=dict)  #: of its constructor, such as ``policy``
+    batch: int = 16  #: windows of a step
+    learning_rate: float = 3e-3  #: AdamW's, at its peak
+    warmup: int = 0  #: steps in which it rises to the peak, linearly
+    #: What is left of the learning rate at the last step, after half a cosine that begins where the warm-up ends; 1
+    #: keeps it. A run of no more steps than the warm-up never falls.
     final_fraction: float = 1.0
-    # AdamW's, of every parameter alike: norms, embedding, head and routers too, not the matrices of the blocks alone.
+    #: AdamW's, of every parameter alike: norms, embedding, head and routers too, not the matrices of the blocks alone.
     weight_decay: float = 1e-2
-    gradient_norm: float = GRADIENT_NORM  # longer gradients are cut to it
-    balance_weight: float = BALANCE_WEIGHT  # this and the next of the two router losses
+    gradient_norm: float = GRADIENT_NORM  #: longer gradients are cut to it
+    balance_weight: float = BALANCE_WEIGHT  #: this and the next of the two router losses
     z_weight: float = Z_WEIGHT
-    precision: str = "float32"  # one of ``PRECISIONS``; the weights are float32 in either
-    seed: int = 0  # of the weights and of the training windows
-    order_seed: int | None = None  # of the windows, in place of seed: the same weights on another order of the text
+    precision: str = "float32"  #: one of ``PRECISIONS``; the weights are float32 in either
+    seed: int = 0  #: of the weights and of the training windows
+    order_seed: int | None = None  #: of the windows, in place of seed: the same weights on another order of the text
 
     def __post_init__(self):
         checks.check_type("config", self.config, LMConfig)
@@ -89,18 +89,18 @@ class NonFinite(FloatingPointError):
 class Step(NamedTuple):
     """Losses and measurements of one optimizer step, before its update."""
 
-    step: int  # from 1
-    loss: float  # cross entropy, nats per token
+    step: int  #: from 1
+    loss: float  #: cross entropy, nats per token
     learning_rate: float
-    gradient_norm: float  # before it is cut
+    gradient_norm: float  #: before it is cut
 
 
 class Ahead(NamedTuple):
     """Loss, gradients and chosen experts of a step, before its update."""
 
-    loss: float  # cross entropy, nats per token
-    gradients: dict[str, Tensor]  # by the weights' names, before they are cut
-    chosen: tuple[Tensor, ...]  # the experts of every token in each block, (L, k) int32
+    loss: float  #: cross entropy, nats per token
+    gradients: dict[str, Tensor]  #: by the weights' names, before they are cut
+    chosen: tuple[Tensor, ...]  #: the experts of every token in each block, (L, k) int32
 
 
 class Trainer:
@@ -305,8 +305,8 @@ class TrainResult:
     """A trained model and how it got there."""
 
     model: MoETransformer
-    losses: list[float]  # cross entropy of each step's training windows, before the step, in nats per token
-    validation_loss: float  # cross entropy on validation windows after the last step
+    losses: list[float]  #: cross entropy of each step's training windows, before the step, in nats per token
+    validation_loss: float  #: cross entropy on validation windows after the last step
 
 
 def language_loss(output: LMOutput, targets: Tensor) -> Tensor:

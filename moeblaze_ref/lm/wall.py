@@ -41,13 +41,13 @@ OURS = "moeblaze, minimal"
 class Row:
     """A step of a model at one size; what is measured is None where the step did not fit."""
 
-    contender: str  # one of ``CONTENDERS``
-    L: int  # tokens of the step
-    window: int  # tokens that attention sees at once
-    kept_bytes: int | None = None  # what autograd keeps of the forward, weights excluded
-    # The most that was allocated at a time in a whole step, with weights and AdamW's moments; None without a GPU, too.
+    contender: str  #: one of ``CONTENDERS``
+    L: int  #: tokens of the step
+    window: int  #: tokens that attention sees at once
+    kept_bytes: int | None = None  #: what autograd keeps of the forward, weights excluded
+    #: The most that was allocated at a time in a whole step, with weights and AdamW's moments; None without a GPU, too.
     peak_bytes: int | None = None
-    step_ms: float | None = None  # of forward, backward and optimizer
+    step_ms: float | None = None  #: of forward, backward and optimizer
 
     @property
     def fits(self) -> bool:

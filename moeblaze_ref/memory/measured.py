@@ -28,8 +28,8 @@ class Measured(NamedTuple):
     """An account, and what its layer keeps of one forward."""
 
     account: Account
-    kept_bytes: int | None  # None if it was not run
-    remark: str  # why it was not run; empty if it was
+    kept_bytes: int | None  #: None if it was not run
+    remark: str  #: why it was not run; empty if it was
 
 
 def measured(one: Account, device: str = "cpu") -> Measured:

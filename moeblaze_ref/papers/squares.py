@@ -42,10 +42,10 @@ REPETITIONS = 9
 class Kernel(NamedTuple):
     """One way of running the Triton product."""
 
-    tile: tuple[int, int]  # rows and columns
+    tile: tuple[int, int]  #: rows and columns
     warps: int
     stages: int
-    band: int = BAND  # see `triton_matmul.multiply`
+    band: int = BAND  #: see `triton_matmul.multiply`
 
 
 KERNELS = tuple(Kernel(tile, *way) for tile, warps in WARPS.items() for way in product(warps, STAGES))

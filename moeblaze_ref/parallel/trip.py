@@ -16,9 +16,9 @@ from moeblaze_ref.systems.layer import Stages
 class Counts(NamedTuple):
     """Row counts of a trip, on the host."""
 
-    sent: list[int]  # rows to each rank
-    received: list[int]  # rows from each rank
-    choices: int  # of the received rows, those of their slots whose experts are here
+    sent: list[int]  #: rows to each rank
+    received: list[int]  #: rows from each rank
+    choices: int  #: of the received rows, those of their slots whose experts are here
 
 
 class Trip:

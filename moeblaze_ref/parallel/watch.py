@@ -44,7 +44,7 @@ class Seen:
     progress_at: float
     beat: int = 0
     progress: int = 0
-    state: str = WORKING  # WORKING, DONE, or what error it ended with
+    state: str = WORKING  #: WORKING, DONE, or what error it ended with
 
     @property
     def reached(self) -> float:

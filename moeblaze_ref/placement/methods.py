@@ -25,12 +25,12 @@ from moeblaze_ref.placement.trace import Profile, profile, split
 class Options:
     """Options of the methods that solve a program or search."""
 
-    bounds: Bounds | None = None  # experts of a layer on a GPU; by default as equal as can be
-    solver: str = DEFAULT_SOLVER  # one of ``solver.SOLVERS``
-    time_limit: float = TIME_LIMIT  # seconds of each of MoETuner's programs
-    limit: float = LIMIT  # of `joint`: a layer's fullest GPU over the mean
-    steps: int = annealing.STEPS  # of the annealing, in `joint` and `exflow`
-    spare: int = 1  # copies of experts on each GPU beyond E / G, of EPLB with replicas
+    bounds: Bounds | None = None  #: experts of a layer on a GPU; by default as equal as can be
+    solver: str = DEFAULT_SOLVER  #: one of ``solver.SOLVERS``
+    time_limit: float = TIME_LIMIT  #: seconds of each of MoETuner's programs
+    limit: float = LIMIT  #: of `joint`: a layer's fullest GPU over the mean
+    steps: int = annealing.STEPS  #: of the annealing, in `joint` and `exflow`
+    spare: int = 1  #: copies of experts on each GPU beyond E / G, of EPLB with replicas
 
     def __post_init__(self):
         checks.check_name("solver", self.solver, SOLVERS)
@@ -44,13 +44,13 @@ class Options:
 class Fitted:
     """A method's result on a profile."""
 
-    shares: np.ndarray  # (layers, E, G), the share of each expert's tokens that each GPU serves
-    placement: Placement | None  # None where experts are replicated
-    # Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above its
-    # least. None where nothing is proven.
+    shares: np.ndarray  #: (layers, E, G), the share of each expert's tokens that each GPU serves
+    placement: Placement | None  #: None where experts are replicated
+    #: Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above
+    #: its least. None where nothing is proven.
     gap: float | None = None
-    # What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
-    # from the mean, which may be unproven where this is small.
+    #: What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
+    #: from the mean, which may be unproven where this is small.
     load_gap: float | None = None
 
 
@@ -110,12 +110,12 @@ class Row:
     """A method's numbers: on one split, or their medians over several."""
 
     method: str
-    balance_mean: float  # the fullest GPU's load over the mean, over layers
+    balance_mean: float  #: the fullest GPU's load over the mean, over layers
     balance_worst: float
-    cross_share: float  # of transitions between layers, those that change GPU
-    step_ms: float  # of the modelled step
-    solve_s: float  # of the method
-    gap: float | None  # as in `Fitted`
+    cross_share: float  #: of transitions between layers, those that change GPU
+    step_ms: float  #: of the modelled step
+    solve_s: float  #: of the method
+    gap: float | None  #: as in `Fitted`
     load_gap: float | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,11 +127,11 @@ class Row:
 class Trial(Row):
     """One method on one split."""
 
-    seed: int | None  # of the split; None if it was evaluated on what it was fitted to
-    token_tail_ms: float  # of the modelled step, slowest GPUs and slowest pairs: ``step_ms`` is their sum
+    seed: int | None  #: of the split; None if it was evaluated on what it was fitted to
+    token_tail_ms: float  #: of the modelled step, slowest GPUs and slowest pairs: ``step_ms`` is their sum
     transfer_tail_ms: float
     fitted: Fitted
-    load: np.ndarray  # (layers, G), held-out tokens that each GPU got
+    load: np.ndarray  #: (layers, G), held-out tokens that each GPU got
 
 
 def try_method(

@@ -27,8 +27,8 @@ _ENDED = (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE)
 class Found:
     """The best solution so far."""
 
-    values: dict  # of each variable
-    bound: int  # no solution is below it: proven; at least 0, as sums of what cannot be negative are
+    values: dict  #: of each variable
+    bound: int  #: no solution is below it: proven; at least 0, as sums of what cannot be negative are
 
 
 def minimise(model, solver: str, time_limit: float, start: dict | None = None) -> Found | None:

@@ -40,8 +40,8 @@ GOLDEN_DISPATCH = Dispatch(
 class Printed(NamedTuple):
     """One item of MoEBlaze's figure 2, as the paper prints it."""
 
-    values: int | list  # a number; the experts of each token; the elements of an array
-    misprint: str  # what is wrong with it; empty if nothing is
+    values: int | list  #: a number; the experts of each token; the elements of an array
+    misprint: str  #: what is wrong with it; empty if nothing is
 
 
 PRINTED_EXAMPLE = {

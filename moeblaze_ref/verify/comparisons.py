@@ -517,7 +517,7 @@ class Kept(NamedTuple):
     """Routed rows that fit into a fixed capacity, by the definition."""
 
     bins: CapacityBins
-    mask: np.ndarray  # (L, k) bool
+    mask: np.ndarray  #: (L, k) bool
 
 
 def kept(case: Case, topk_experts: np.ndarray, gates: np.ndarray) -> Kept:

@@ -25,7 +25,7 @@ class Check(NamedTuple):
     """One check that a backend runs of a kernel file."""
 
     dtype: str
-    case: Case  # rounded to the dtype
+    case: Case  #: rounded to the dtype
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ KINDS = {
 class Asked:
     """One number that a reader predicts, or one thing that a reader constructs."""
 
-    unit: str  # what it counts, the answers that there are, or its shape
-    formula: str  # the solution: Python, in the names that the exercise gives
+    unit: str  #: what it counts, the answers that there are, or its shape
+    formula: str  #: the solution: Python, in the names that the exercise gives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class _Stated:
 
     name: str
     title: str
-    question: str  # Markdown, like the next two
+    question: str  #: Markdown, like the next two
     hint: str
-    why: str  # what the solution shows
+    why: str  #: what the solution shows
 
     def __post_init__(self):
         for field in ("question", "hint", "why"):
@@ -44,9 +44,9 @@ class _Stated:
 class _Answered(_Stated):
     """An exercise whose cell calls the function of its kind with an answer for each name in ``asked``."""
 
-    given: dict[str, Any]  # what the answers depend on, by the names of the cell: layers, numbers, lists
+    given: dict[str, Any]  #: what the answers depend on, by the names of the cell: layers, numbers, lists
     asked: dict[str, Asked]
-    steps: tuple[str, ...] = ()  # lines of the solution that come before its formulas
+    steps: tuple[str, ...] = ()  #: lines of the solution that come before its formulas
 
     kind: ClassVar[str]
     language: ClassVar[str] = "python"
@@ -80,8 +80,8 @@ class _Answered(_Stated):
 class Prediction(_Answered):
     """Numbers that the reader states before the project computes them."""
 
-    truth: Callable[..., dict[str, float | str]]  # of what is given, by name: every answer that is asked for
-    computed_by: str  # the project's function that ``truth`` takes them from
+    truth: Callable[..., dict[str, float | str]]  #: of what is given, by name: every answer that is asked for
+    computed_by: str  #: the project's function that ``truth`` takes them from
 
     kind = "predict"
     noun = "prediction"
@@ -96,7 +96,7 @@ class Construction(_Answered):
     """
 
     check: Callable[..., str]
-    checked_by: str  # the project's function that ``check`` compares with
+    checked_by: str  #: the project's function that ``check`` compares with
 
     kind = "construct"
     noun = "construction"
@@ -120,11 +120,11 @@ class KernelExercise(_Stated):
         If the lines to change are not in the solution, or there more than once.
     """
 
-    kind: str  # "numba", "cuda" or "bug"
-    task: str  # what the kernel must do, one of ``checker.CONTRACTS``
-    kernel: Kernel  # the right one
-    change: tuple[str, str]  # lines of the solution, and what the reader finds in their place
-    budgets: tuple[str, ...]  # as of `checker.examine`
+    kind: str  #: "numba", "cuda" or "bug"
+    task: str  #: what the kernel must do, one of ``checker.CONTRACTS``
+    kernel: Kernel  #: the right one
+    change: tuple[str, str]  #: lines of the solution, and what the reader finds in their place
+    budgets: tuple[str, ...]  #: as of `checker.examine`
 
     noun, call = "kernel", "begins with %%check"
 
@@ -166,7 +166,7 @@ Exercise = Prediction | Construction | KernelExercise
 class Sheet:
     """The exercises of one notebook of the course, or a sheet of its own, which has no number."""
 
-    course: str  # file name of the notebook without its ending, which is the sheet's too
+    course: str  #: file name of the notebook without its ending, which is the sheet's too
     title: str
     exercises: tuple[Exercise, ...]
 

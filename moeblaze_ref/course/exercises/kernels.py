@@ -18,10 +18,10 @@ NUMBA_IMPORTS = "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, Z
 class Kernel:
     """A right kernel, and how the checker launches it."""
 
-    name: str  # of the function that is launched
-    text: str  # the whole file
-    grid: str | None = None  # in blocks; a Numba kernel states its launch itself
-    shared_bytes: str = "0"  # dynamic shared memory of a .cu kernel's block
+    name: str  #: of the function that is launched
+    text: str  #: the whole file
+    grid: str | None = None  #: in blocks; a Numba kernel states its launch itself
+    shared_bytes: str = "0"  #: dynamic shared memory of a .cu kernel's block
 
     @property
     def language(self) -> str:

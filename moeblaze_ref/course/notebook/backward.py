@@ -106,11 +106,11 @@ class Tape:
 class Quotients:
     """Errors of difference quotients of one element against autograd, for steps from large to small."""
 
-    index: tuple[int, ...]  # the element
-    slope: float  # dS / d element by autograd
-    steps: np.ndarray  # (n,)
-    central: np.ndarray  # (n,) relative errors of (S(+step) - S(-step)) / (2 step)
-    one_sided: np.ndarray  # (n,) relative errors of (S(+step) - S) / step
+    index: tuple[int, ...]  #: the element
+    slope: float  #: dS / d element by autograd
+    steps: np.ndarray  #: (n,)
+    central: np.ndarray  #: (n,) relative errors of (S(+step) - S(-step)) / (2 step)
+    one_sided: np.ndarray  #: (n,) relative errors of (S(+step) - S) / step
 
 
 def quotients(tape: Tape, name: str) -> Quotients:

@@ -21,7 +21,7 @@ WIDTH = "2.6em"  # of a button
 class Routing(NamedTuple):
     """The experts of each token."""
 
-    topk_experts: tuple[tuple[int, ...], ...]  # L times k
+    topk_experts: tuple[tuple[int, ...], ...]  #: L times k
     E: int
 
 

@@ -218,8 +218,8 @@ WARP = 32
 class Fragment(NamedTuple):
     """The lane that holds each element of an mma.m16n8k16 operand, and the element's place there."""
 
-    lane: np.ndarray  # (rows, columns)
-    element: np.ndarray  # (rows, columns) 0..7 for A, 0..3 for B and D
+    lane: np.ndarray  #: (rows, columns)
+    element: np.ndarray  #: (rows, columns) 0..7 for A, 0..3 for B and D
 
 
 def fragment(operand: str) -> Fragment:
@@ -289,8 +289,8 @@ class Point(NamedTuple):
     """A kernel on the roofline."""
 
     name: str
-    intensity: float  # FLOPs for each byte
-    unit: str  # of ``PEAK_FLOPS``
+    intensity: float  #: FLOPs for each byte
+    unit: str  #: of ``PEAK_FLOPS``
 
 
 def roofline(points: Sequence[Point]) -> Figure:

@@ -141,9 +141,9 @@ EVENTS = ("loads", "multiplies", "releases")  # of ring.cu, in its order
 class RingFault(NamedTuple):
     """A mistake in ring.cu."""
 
-    right: str  # what stands there
-    wrong: str  # what stands in its place
-    why: str  # it ends as it does
+    right: str  #: what stands there
+    wrong: str  #: what stands in its place
+    why: str  #: it ends as it does
 
 
 RELEASE = "if (lane_id() == 0) barrier_arrive(&shared.empty[stage]);"
@@ -199,9 +199,9 @@ RING_FAULTS = {
 class RingRun(NamedTuple):
     """Result and events of one launch of ring.cu."""
 
-    log: list[tuple[str, int]]  # (event, step), in the order in which they happened
-    c: np.ndarray  # (64, 256) float32
-    expected: np.ndarray  # (64, 256) float64
+    log: list[tuple[str, int]]  #: (event, step), in the order in which they happened
+    c: np.ndarray  #: (64, 256) float32
+    expected: np.ndarray  #: (64, 256) float64
 
 
 def run_ring(stages: int, steps: int = RING_STEPS, text: str | None = None, seed: int = 0) -> RingRun:

@@ -41,7 +41,7 @@ class Recording(NamedTuple):
 
     tokens: int
     k: int
-    counts: np.ndarray  # (layers, E) routed rows
+    counts: np.ndarray  #: (layers, E) routed rows
 
 
 @functools.cache
@@ -190,9 +190,9 @@ def tokens_picture(recording: Recording, layer: int) -> Figure:
 class Loss(NamedTuple):
     """The rows that each token loses under a fixed capacity."""
 
-    lost: np.ndarray  # (L, k) bool, slots without a row
-    slots: int  # of them
-    tokens: int  # that lost all of their slots
+    lost: np.ndarray  #: (L, k) bool, slots without a row
+    slots: int  #: of them
+    tokens: int  #: that lost all of their slots
 
 
 def drop(topk_experts: np.ndarray, gates: np.ndarray, num_experts: int, capacity_factor: float, policy: str) -> Loss:
@@ -422,9 +422,9 @@ PRODUCTS = {
 class Step(NamedTuple):
     """One block of a result that is made whole, and the blocks that are read for it."""
 
-    result: tuple[int, int] | int  # block row and column of a sparse result, block row of a dense one
-    numbers: tuple[int, ...]  # blocks of the sparse matrix, by number
-    dense: tuple[int, ...]  # block rows of the dense operand; of SDD the block row of lhs and block column of rhs
+    result: tuple[int, int] | int  #: block row and column of a sparse result, block row of a dense one
+    numbers: tuple[int, ...]  #: blocks of the sparse matrix, by number
+    dense: tuple[int, ...]  #: block rows of the dense operand; of SDD the block row of lhs and block column of rhs
 
 
 def product_steps(product: str, topology: Topology) -> list[Step]:
@@ -582,7 +582,7 @@ class Run(NamedTuple):
     """A step of a layer's experts on the CPU: its launches, and its results."""
 
     launches: list[LaunchReport]
-    results: dict[str, Any]  # out and the gradients, in the dtype of the case
+    results: dict[str, Any]  #: out and the gradients, in the dtype of the case
 
 
 def run_megablocks(case: Case, block: int = 128) -> Run:

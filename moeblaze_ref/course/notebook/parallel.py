@@ -32,7 +32,7 @@ class Lesson(NamedTuple):
     """A small layer whose experts are on ``placement.num_gpus`` ranks, and tokens for each of them."""
 
     placement: Placement
-    tokens: tuple[int, ...]  # of each rank
+    tokens: tuple[int, ...]  #: of each rank
     d: int = 16
     h: int = 24
     k: int = 2
@@ -57,15 +57,15 @@ class Lesson(NamedTuple):
 class Parcel(NamedTuple):
     """The rows that one rank sent in one exchange."""
 
-    rows: list[int]  # to each rank
+    rows: list[int]  #: to each rank
     row_bytes: int
 
 
 class Step(NamedTuple):
     """A forward and a backward of some tokens."""
 
-    out: torch.Tensor  # (L, d)
-    gradients: dict[str, torch.Tensor]  # those of the experts: of the experts that are there
+    out: torch.Tensor  #: (L, d)
+    gradients: dict[str, torch.Tensor]  #: those of the experts: of the experts that are there
     parcels: list[Parcel]
 
 
@@ -208,8 +208,8 @@ def copies_picture(E: int, k: int) -> Figure:
 class Traffic(NamedTuple):
     """Traffic of recorded tokens under a map in one layer, with the tokens spread evenly over the ranks."""
 
-    routed: np.ndarray  # (ranks,) choices of experts that are there
-    arrived: np.ndarray  # (ranks,) rows that came, those of its own tokens not counted
+    routed: np.ndarray  #: (ranks,) choices of experts that are there
+    arrived: np.ndarray  #: (ranks,) rows that came, those of its own tokens not counted
 
     @classmethod
     def of(cls, topk_experts: np.ndarray, owners: np.ndarray, num_ranks: int) -> "Traffic":

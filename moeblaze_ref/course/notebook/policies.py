@@ -128,9 +128,9 @@ class Step(NamedTuple):
     """FLOPs and bytes of one kernel in a layer."""
 
     kernel: str
-    flops: int  # of matrix products, padding not counted
-    asked: int  # bytes that its threads ask of global memory
-    once: int  # bytes of the tensors that it reads or writes, each once
+    flops: int  #: of matrix products, padding not counted
+    asked: int  #: bytes that its threads ask of global memory
+    once: int  #: bytes of the tensors that it reads or writes, each once
 
 
 def steps(config: MoEConfig, policy: str, lengths: Sequence[int] | None = None) -> list[Step]:
@@ -227,7 +227,7 @@ class Cost(NamedTuple):
 
     policy: str
     kept_bytes: int
-    seconds: float  # forward and backward
+    seconds: float  #: forward and backward
 
 
 def on_front(costs: Sequence[Cost]) -> list[Cost]:
@@ -318,8 +318,8 @@ class Price(NamedTuple):
     """Cost to recompute a tensor instead of saving it."""
 
     tensor: str
-    flops_per_byte: float  # FLOPs for each byte that need not be kept
-    unit: str  # of ``PEAK_FLOPS``
+    flops_per_byte: float  #: FLOPs for each byte that need not be kept
+    unit: str  #: of ``PEAK_FLOPS``
 
 
 SILU_FLOPS = 4  # exp, add, divide, multiply: one each, as if each were one FLOP

@@ -45,9 +45,9 @@ def choice_map(probs: np.ndarray, topk_experts: np.ndarray, text: str) -> Figure
 class Descent(NamedTuple):
     """Record of n steps in which the losses alone moved a router."""
 
-    loads: np.ndarray  # (n, E) routed rows of each expert, as multiples of the balanced share
-    balance: np.ndarray  # (n,) load-balancing loss
-    z: np.ndarray  # (n,) router z-loss
+    loads: np.ndarray  #: (n, E) routed rows of each expert, as multiples of the balanced share
+    balance: np.ndarray  #: (n,) load-balancing loss
+    z: np.ndarray  #: (n,) router z-loss
 
 
 def descend(x, wg, k, balance_weight, z_weight, steps=100, rate=0.5) -> Descent:

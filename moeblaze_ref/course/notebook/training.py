@@ -25,8 +25,8 @@ class Learned(NamedTuple):
     """A finished run, and how it loaded its experts."""
 
     trainer: Trainer
-    loads: np.ndarray  # (steps, layers, E) rows of each expert, as multiples of the balanced share
-    validation_loss: float  # nats per byte
+    loads: np.ndarray  #: (steps, layers, E) rows of each expert, as multiples of the balanced share
+    validation_loss: float  #: nats per byte
 
 
 def learn(settings: TrainSettings, corpus: Corpus, on_step: Callable[[int, float], None]) -> Learned:

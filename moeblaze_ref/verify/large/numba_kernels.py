@@ -38,7 +38,7 @@ class NumbaCase:
     stage: str
     kernel: str
     passes: str
-    function: Any  # Numba's
+    function: Any  #: Numba's
     #: As in `Launch`.
     given: dict[str, Any]
     expected: dict[str, Any]
