@@ -61,8 +61,8 @@ def _obstacle(one: Account, device: str) -> str:
     """Why the layer cannot be run; empty if it can."""
     if one.system not in LAYERS:
         return "no layer here computes it so"
-    dtypes = getattr(SYSTEMS[LAYERS[one.system][0]], "dtypes", None)
-    if dtypes is not None and getattr(torch, one.config.dtype) not in dtypes:
+    dtypes = getattr(SYSTEMS[LAYERS[one.system][0]], "dtypes", ())
+    if dtypes and getattr(torch, one.config.dtype) not in dtypes:
         return f"the layer does not compute in {one.config.dtype}"
     if device == "cpu" and forward_flops(one) > CPU_FLOPS:
         return "too much work for a CPU"

@@ -39,7 +39,7 @@ class RoutedExperts(nn.Module):
         If a size is not an integer, or the dtype is not allowed.
     """
 
-    dtypes: tuple[torch.dtype, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()  #: what the layer computes in; empty: in any
 
     def __init__(
         self,
