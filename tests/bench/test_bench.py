@@ -811,7 +811,7 @@ def test_versions_are_those_of_the_stages_that_have_them():
     assert job.keywords["versions"] == ["2_warp"]
 
 
-OF_OURS_ALONE = "only moeblaze or moeblaze_graphed has any, and is not among the systems"
+OF_OURS_ALONE = "only moeblaze or moeblaze_graphed takes it; name one by --system"
 
 
 @pytest.mark.parametrize(
@@ -831,26 +831,30 @@ OF_OURS_ALONE = "only moeblaze or moeblaze_graphed has any, and is not among the
             "unknown system ''. Valid: moeblaze, megablocks_memory_optimized, megablocks, dynamic_capacity, capacity, ",
         ),
         ("layer", {"systems": ("capacity",), "capacity_factor": 0.0}, "capacity_factor is 0.0, but it must be"),
-        ("layer", {"capacity_factor": 2.0}, "capacity_factor 2.0: only capacity has any, and is not among the systems"),
-        ("stage", {"capacity_factor": 2.0}, "capacity_factor 2.0: only bench layer has any"),
-        ("stage", {"systems": ("oracle",)}, "systems oracle: only bench layer has any"),
-        ("layer", {"systems": ("megablocks",), "versions": ("3_mma",)}, f"versions 3_mma: {OF_OURS_ALONE}"),
+        (
+            "layer",
+            {"capacity_factor": 2.0},
+            "--capacity-factor 2.0: only capacity takes it; name one by --system",
+        ),
+        ("stage", {"capacity_factor": 2.0}, "--capacity-factor 2.0: only bench layer takes it"),
+        ("stage", {"systems": ("oracle",)}, "--system oracle: only bench layer takes it"),
+        ("layer", {"systems": ("megablocks",), "versions": ("3_mma",)}, f"--kernel 3_mma: {OF_OURS_ALONE}"),
         ("layer", {"routing": "zip"}, "unknown routing 'zip'"),
         ("layer", {"versions": ("5_more",)}, "unknown version of layer '5_more'"),
-        ("layer", {"versions": ("2_tiled", "3_mma")}, "versions 2_tiled, 3_mma: a layer runs on one version"),
-        ("layer", {"systems": ("gather_sum",), "policies": ("paper",)}, f"policies paper: {OF_OURS_ALONE}"),
+        ("layer", {"versions": ("2_tiled", "3_mma")}, "--kernel 2_tiled, 3_mma: a layer runs on one version"),
+        ("layer", {"systems": ("gather_sum",), "policies": ("paper",)}, f"--policy paper: {OF_OURS_ALONE}"),
         (
             "layer",
             {"presets": ("conf3",), "systems": ("moeblaze_graphed",)},
-            "systems moeblaze_graphed: no layer that is asked for is small enough for graphs",
+            "--system moeblaze_graphed: no layer that is asked for is small enough for graphs",
         ),
         ("layer", {"repetitions": 0}, "repetitions is 0, but it must be >= 1"),
         ("layer", {"tokens": 0}, "L is 0, but it must be >= 1"),
-        ("layer", {"stages": ("gating",)}, "stages gating: only bench stage has any"),
-        ("stage", {"policies": ("minimal",)}, "policies minimal: only bench layer has any"),
+        ("layer", {"stages": ("gating",)}, "--stage gating: only bench stage takes it"),
+        ("stage", {"policies": ("minimal",)}, "--policy minimal: only bench layer takes it"),
         ("stage", {"stages": ("expert",)}, "unknown stage of a step 'expert'"),
-        ("stage", {"versions": ("5_more",)}, "versions 5_more: no stage that is asked for has such a version"),
-        ("gating", {"routing": "zipf"}, "routing zipf: only bench layer has any"),
+        ("stage", {"versions": ("5_more",)}, "--kernel 5_more: no stage that is asked for has such a version"),
+        ("gating", {"routing": "zipf"}, "--routing zipf: only bench layer takes it"),
         ("dispatch", {"versions": ("2_tiled",)}, "unknown version of dispatch '2_tiled'"),
     ],
 )

@@ -292,7 +292,7 @@ def test_jobs_of_the_ladder():
     assert [plan.repetitions(kind, plan.Request()) for kind in ("ladder", "counters")] == [15, 1]
     with pytest.raises(ValueError, match="unknown version of the series '5_more'"):
         plan.jobs("ladder", plan.Request(versions=("5_more",)))
-    with pytest.raises(ValueError, match="versions 3_mma: bench counters has all of them"):
+    with pytest.raises(ValueError, match="--kernel 3_mma: bench counters has all of them"):
         plan.jobs("counters", plan.Request(versions=("3_mma",)))
 
 

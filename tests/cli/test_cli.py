@@ -210,7 +210,7 @@ def test_only_a_gpu_is_timed(monkeypatch):
     result = moeblaze("bench", "layer")
     assert (result.exit_code, result.stdout) == (2, "") and "only a GPU is timed: no CUDA device" in result.stderr
     assert "unknown preset 'conf9'" in moeblaze("bench", "layer", "--preset", "conf9").stderr
-    assert "policies minimal: only bench layer has any" in moeblaze("bench", "stage", "--policy", "minimal").stderr
+    assert "--policy minimal: only bench layer takes it" in moeblaze("bench", "stage", "--policy", "minimal").stderr
 
 
 @pytest.fixture
