@@ -128,6 +128,8 @@ STRUCTURES = tuple(field.name for field in fields(Dispatch) if field.name != "k"
 class PaddedBins(Bins):
     """Where MegaBlocks puts the routed rows: every expert's group padded to whole blocks; all arrays are int32.
 
+    R and L are as in `Bins`.
+
     Parameters
     ----------
     padded_offsets : array (E + 1,)
@@ -207,6 +209,8 @@ class Topology(IndexArrays):
 @dataclass(frozen=True, eq=False)
 class CapacityBins(Bins):
     """Where a system of fixed capacity puts the routed rows: C rows for every expert; both arrays are int32.
+
+    R and L are as in `Bins`.
 
     Parameters
     ----------

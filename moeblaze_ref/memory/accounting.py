@@ -135,9 +135,8 @@ class Account:
     """The activation bytes of one system; `tensors` are in order of birth."""
 
     config: MoEConfig  #: the layer and the step
-    #: One of ``VARIANTS``; the policy is None for systems that have none.
-    system: str
-    policy: str | None
+    system: str  #: with the policy one of ``VARIANTS``
+    policy: str | None  #: None for systems that have none
     assumptions: Assumptions  #: what was assumed about the routing
     symbols: dict[str, int]  #: value of every symbol that the formulas use
     tensors: tuple[Tensor, ...]  #: one row a tensor
@@ -200,10 +199,11 @@ class _Draft(NamedTuple):
 def account(
     config: MoEConfig, system: str, policy: str | None = None, assumptions: Assumptions = Assumptions()
 ) -> Account:
-    """The activation bytes of ``system``, one of ``SYSTEMS``, for one layer and one step, a row for each tensor.
+    """The activation bytes of ``system``, one of ``SYSTEMS``, for one layer and one step.
 
-    The policy, one of ``config.POLICIES``, says what ``moeblaze`` keeps; the other systems have none. L = 0 is valid.
-    Those of ``moeblaze`` have y whole, as most versions do; where 7_persistent has half of it at a time,
+    There is a row for each tensor, in order of birth. ``assumptions`` are the routing, the capacity factor and the
+    block size. The policy, one of ``config.POLICIES``, says what ``moeblaze`` keeps; the other systems have none. L = 0
+    is valid. Those of ``moeblaze`` have y whole, as most versions do; where 7_persistent has half of it at a time,
     `step_account` says.
 
     Raises

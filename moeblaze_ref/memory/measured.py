@@ -35,7 +35,8 @@ class Measured(NamedTuple):
 def measured(one: Account, device: str = "cpu") -> Measured:
     """Run the layer of an account, on its configuration and its counts, and add up what autograd keeps.
 
-    Not run is what no layer here does, or does in this dtype, and on a CPU what takes more than ``CPU_FLOPS``.
+    ``device`` is "cpu" or "cuda". Not run is what no layer here does, or does in this dtype, and on a CPU what takes
+    more than ``CPU_FLOPS``.
     """
     remark = _obstacle(one, device)
     if remark:

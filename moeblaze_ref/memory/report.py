@@ -38,8 +38,8 @@ def as_json(
 ) -> dict:
     """The accounts of a preset's configuration as plain data: what ``moeblaze memory --json`` prints.
 
-    The accounts' own notes, which define their symbols, follow those that are given. The measurements are of the
-    accounts, in their order, or none.
+    The accounts' own notes, which define their symbols, follow those that are given, such as `preset_notes`. The
+    measurements are of the accounts, in their order, or none.
 
     Returns
     -------

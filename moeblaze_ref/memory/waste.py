@@ -107,11 +107,11 @@ class Waste:
 def compare(
     config: MoEConfig, counts: Sequence[int], capacity_factor: float | str = DEFAULT_FACTOR, block: int = BLOCK
 ) -> dict[str, Waste]:
-    """The waste of ``capacity``, ``megablocks`` and ``moeblaze`` under one routing: the rows of each of the E experts.
+    """The waste of ``capacity``, ``megablocks`` and ``moeblaze`` under one routing.
 
-    The capacity is C = ceil(capacity_factor * L * k / E), by "max" the most rows of any expert. MegaBlocks has blocks
-    of so many rows and columns. MoEBlaze has no padding, of FLOPs either, since waste is counted by rows that are
-    stored; see `moeblaze_rows`.
+    ``counts`` are the rows that are routed to each of the E experts. The capacity is C = ceil(capacity_factor * L * k /
+    E), by "max" the most rows of any expert. MegaBlocks has blocks of ``block`` rows and columns. MoEBlaze has no
+    padding, of FLOPs either, since waste is counted by rows that are stored; see `moeblaze_rows`.
 
     Raises
     ------

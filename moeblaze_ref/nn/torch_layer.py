@@ -107,7 +107,7 @@ class MoEModule(RoutedExperts):
 
 
 class KernelMoE(MoEModule):
-    """A system over the raw CUDA stages, as one node of autograd's graph.
+    """A system over the raw CUDA stages, as one node of autograd's graph, in float32, bfloat16 or float16.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ class KernelMoE(MoEModule):
     Raises
     ------
     ValueError, TypeError
-        As `MoEModule`, or if E or k is more than the kernels take.
+        As `RoutedExperts`, or if E or k is more than the kernels take.
     """
 
     executor: str | None = None

@@ -392,9 +392,10 @@ def forward(
 def route(
     stages: Stages, x: Array, wg: Array, k: int, renormalize: bool = False, topk_experts: Array | None = None
 ) -> Routed:
-    """The half of the forward that every system shares: who goes where, by which gates. Arguments as in `FORWARD`.
+    """The half of the forward that every system shares: who goes where, by which gates.
 
-    The probabilities (L, E) are not in the result: `router_gradients` computes them again.
+    wg is (d, E); the other arguments are as in `FORWARD`. The probabilities (L, E) are not in the result:
+    `router_gradients` computes them again.
     """
     chosen, *others = choose(stages, x, wg, k, renormalize, topk_experts)
     return Routed(stages.dispatch.build(chosen, wg.shape[1]), *others)
@@ -403,7 +404,10 @@ def route(
 def choose(
     stages: Stages, x: Array, wg: Array, k: int, renormalize: bool = False, topk_experts: Array | None = None
 ) -> Choice:
-    """The router alone: which experts, by which gates. The logits and the probabilities (L, E) are dropped here."""
+    """The router alone: which experts, by which gates. Arguments as in `route`.
+
+    The logits and the probabilities (L, E) are dropped here.
+    """
     logits = stages.router.forward(x, wg)
     probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
     if topk_experts is not None:
@@ -424,7 +428,7 @@ def run_experts(
     """The half of the forward after the router: every token through its experts.
 
     The weights are those of the Dispatch's experts; wg is not looked at. A partial Dispatch gives the sums of the rows
-    that are here. The other arguments are as in `FORWARD`.
+    that are here. The gates are (L, k) float32. The other arguments are as in `FORWARD`.
 
     Returns
     -------
@@ -547,7 +551,8 @@ def router_gradients(
     """What the backward of every system ends with: d_x (L, d) through the router alone and d_wg (d, E), where wanted.
 
     ``d_gates`` (L, k) is the gradient of the gates that `route` returned for ``topk_experts`` (L, k): the logits are
-    computed again, the choice is not. The other arguments are as in `BACKWARD`.
+    computed again, the choice is not. x is (L, d), wg (d, E); ``renormalize`` is as in `route`. The other arguments are
+    as in `BACKWARD`. A gradient that is not wanted is None.
     """
     if "d_x" not in wanted and "d_wg" not in wanted:
         return None, None

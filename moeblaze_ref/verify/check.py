@@ -46,12 +46,10 @@ class Row:
     version: str | None  #: kernel file of a raw CUDA stage, without its ending
     dtype: str
     shape: str | None  #: sizes of the case and what is hard about it; of an unavailable version, what it needs
-    #: Worst relative error over the tensors (for int32: elements that differ), and its limit.
-    error: float | None
-    bound: float | None
-    #: An unavailable backend or version is never ok.
+    error: float | None  #: worst relative error over the tensors (for int32: elements that differ)
+    bound: float | None  #: the limit of the error
     ok: bool
-    available: bool
+    available: bool  #: an unavailable backend or version is never ok
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON; a NaN error becomes a string."""

@@ -52,7 +52,8 @@ class Verdict(NamedTuple):
 def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
     """`checker.examine` of a kernel that is named, where Numba runs as it would here.
 
-    The options are those of `checker.examine`, but for ``cases``. The check is stopped after ``limit`` seconds.
+    The kernel is none in memory; kernel and task are named as for `checker.examine`. The options are those of
+    `checker.examine`, but for ``cases``. The check is stopped after ``limit`` seconds.
 
     Raises
     ------
@@ -75,7 +76,8 @@ def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any
 def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
     """The same of a kernel's text, over the cases that are small enough for a simulator, where Numba runs in its own.
 
-    The file is what the kernel's file is called, for messages: NAME.cu or NAME.py.
+    ``file`` is what the kernel's file is called, for messages: NAME.cu or NAME.py. ``text`` is what is in it, and
+    ``kernel`` the kernel's name. The other arguments and the errors are those of `examine`.
     """
     question = _Question(f"{file}:{kernel}", task, options | {"small": True}, text)
     return _ask(_server(), guard.Limits(limit), question)

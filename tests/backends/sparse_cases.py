@@ -553,7 +553,7 @@ def assert_layer_as_specified(stage, case, block, dtype):
 
 def expect_layer(case, dtype):
     """As `run_layer`, by autograd; without what an ungated layer lacks."""
-    expected = comparisons.expect_block_sparse(case, dtype)
+    expected = comparisons.expect_experts(case, dtype)
     return expected["forward"] | expected["backward"]
 
 

@@ -50,9 +50,8 @@ class Contract:
 
     task: str  #: the stage, or the stage, a dot and its step
     purpose: str
-    #: Names in `AXES`. Every output must be written, inputs may be left out.
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]  #: names in `AXES`; a kernel may leave some out
+    outputs: tuple[str, ...]  #: names in `AXES`; each must be written
     grid: str  #: formula of the grid, in blocks of THREADS threads, unless the kernel states another one
     #: From the inputs in float64 (by name, with the dispatch, k, activation and renormalize) to the outputs by name, by
     #: the specification; None where the activation has no such tensor.

@@ -77,9 +77,8 @@ def choose_launch(stated: dict[str, str], asked: dict[str, str | None], contract
 class CudaKernel:
     """A kernel of a .cu file."""
 
-    #: The file's name, for messages, and what is in it.
-    file: str
-    text: str
+    file: str  #: the file's name, for messages
+    text: str  #: what is in it
     name: str
 
     backends = ("simt", "cuda")  # the first is the default
@@ -289,9 +288,8 @@ def find_numba(function: Any, where: str) -> NumbaKernel:
 class NumbaFile:
     """A Numba kernel whose module has not run yet."""
 
-    #: The file or module, and the function in it.
-    place: str
-    name: str
+    place: str  #: the file or module
+    name: str  #: the function in it
     text: bytes | None  #: the file, checked by `sources.check_source`; None of a module of the project
 
     backends = ("numba",)

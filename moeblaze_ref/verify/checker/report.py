@@ -25,9 +25,8 @@ class Difference:
     place: dict[str, int | list[int]]  #: as `place_of` has it
     found: float | int | None  #: None if it still holds poison: never written, or only added to
     expected: float | int
-    #: How many elements of the tensor differ, and how many it has.
-    differing: int
-    elements: int
+    differing: int  #: elements of the tensor that differ
+    elements: int  #: elements of the tensor
 
     def __str__(self):
         return self.sentence("must be")

@@ -34,20 +34,17 @@ INDICES = {"token_expert_indices": "R", "expert_token_offsets": "E+1"}
 class NumbaCase:
     """A Numba kernel at sizes of which some product passes 2**31; its last block runs."""
 
-    #: As in `Case`.
-    stage: str
+    stage: str  #: this and the next two as in `Case`
     kernel: str
     passes: str
     function: Any  #: Numba's
-    #: As in `Launch`.
-    given: dict[str, Any]
-    expected: dict[str, Any]
+    given: dict[str, Any]  #: as in `Launch`
+    expected: dict[str, Any]  #: as in `Launch`
     blocks: int  #: of the grid
     sizes: dict[str, int] = field(default_factory=lambda: SIZES)
     arguments: dict[str, Any] = field(default_factory=dict)  #: numbers, and (shape, dtype) that the sizes do not tell
-    #: Of a block.
-    threads: int = THREADS
-    shared_bytes: int = 0
+    threads: int = THREADS  #: of a block
+    shared_bytes: int = 0  #: of a block
     dtype: str = "float32"
     version = None
 
