@@ -229,6 +229,8 @@ def refusals(stage, operands, wrong):
     wrong : list of tuple
         (wrong operands by name, error, message), and the backends if they are not all. Numba refuses float64, too.
     """
+    for change, *_ in wrong:
+        assert any(change.keys() <= right.keys() for right in operands.values()), change
     attempts = [
         (backend, function, right | change, error, message)
         for change, error, message, *only in wrong

@@ -630,6 +630,7 @@ def check_kernel_headers(notation):
 
 
 CHECKS = [found for name, found in globals().items() if name.startswith("check_")]
+assert len(CHECKS) == 13
 NOTATION = ROOT / "docs" / "notation.md"
 
 

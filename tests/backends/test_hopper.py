@@ -408,10 +408,10 @@ RELAY_FAULTS = {
 
 @pytest.mark.parametrize("fault", RELAY_FAULTS)
 def test_a_wrong_relay_is_caught(fault):
-    caught = 0
+    text, caught = faulty(RELAY, *RELAY_FAULTS[fault]), 0
     for seed in range(1, 6):
         try:
-            assert_relayed(SimtExecutor(seed=seed), faulty(RELAY, *RELAY_FAULTS[fault]))
+            assert_relayed(SimtExecutor(seed=seed), text)
         except (AssertionError, KernelFault):
             caught += 1
     assert caught >= 4

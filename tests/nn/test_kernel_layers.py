@@ -181,7 +181,6 @@ BAD_INPUT = of_systems(
         ({}, (X.int(),), TypeError, "x has dtype torch.int32, but it must be torch.float32 or"),
         ({}, (X.double(),), TypeError, "x has dtype torch.float64, but it must be torch.float32 or"),
         ({}, (X.bfloat16(),), TypeError, "wg is torch.float32, but x is torch.bfloat16"),
-        ({}, (X.to("meta"),), ValueError, "x is on meta, but (MoELayer|BlockSparseMoE) runs on cuda"),
         ({"device": "meta"}, (X,), ValueError, "wg is on meta, but x is on cpu"),
         ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
         ({}, (X, CHOICE.long()), TypeError, "topk_experts has dtype torch.int64, but it must be torch.int32"),
@@ -191,9 +190,16 @@ BAD_INPUT = of_systems(
         ({}, (X, CHOICE.to("meta")), ValueError, "topk_experts is on meta, but x is on cpu"),
     ],
     moeblaze=[
-        ({"version": "3_mma"}, (X,), TypeError, "3_mma of expert_up computes in float16 or bfloat16, but x is f")
+        ({}, (X.to("meta"),), ValueError, "x is on meta, but MoELayer runs on cuda"),
+        (
+            {"version": "3_mma"},
+            (X,),
+            TypeError,
+            "3_mma of expert_up computes in float16 or bfloat16, but x is float32",
+        ),
     ],
     megablocks=[
+        ({}, (X.to("meta"),), ValueError, "x is on meta, but BlockSparseMoE runs on cuda"),
         ({"version": "3_mma"}, (X,), TypeError, "3_mma of block_sparse computes in float16 or bfloat16"),
         (HOPPER, (X.half(),), ValueError, "needs a multiple of 128; use 3_mma"),
     ],

@@ -655,7 +655,11 @@ def test_a_brace_that_is_missing_is_missed_in_the_kernel_file():
         ({"shift": None}, ValueError, r"kernel copy takes \(x, out, shift\), but was given \(x, out\)"),
         ({"extra": 1}, ValueError, r"kernel copy takes \(x, out, shift\), but was given \(x, out, shift, extra\)"),
         ({"shift": 1.5}, TypeError, r"argument shift of kernel copy is 1.5 \(float\), but it must be an integer"),
-        ({"shift": 2**31}, ValueError, "shift of kernel copy is 2147483648, but it must be -2147483648..2147483647"),
+        (
+            {"shift": 2**31},
+            ValueError,
+            "^argument shift of kernel copy is 2147483648, but it must be -2147483648..2147483647",
+        ),
         ({"x": np.zeros(32)}, TypeError, r"argument x of kernel copy has dtype float64, but it must be int32"),
         ({"x": [1, 2]}, TypeError, r"argument x of kernel copy is a list, but it must be an array of int32"),
         ({"x": np.zeros(64, np.int32)[::2]}, ValueError, r"argument x of kernel copy is not C-contiguous"),
