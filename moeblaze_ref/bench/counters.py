@@ -78,7 +78,7 @@ class Row:
     sm_clock_ghz: float  #: cycles of a multiprocessor in a nanosecond
     tensor_pct: float  #: of the time in which the tensor cores' pipe is busy
     issue_pct: float  #: of a scheduler's active cycles in which one issues
-    dram_pct: float  #: of the peak rate, as of the L2 cache
+    dram_pct: float  #: of the peak rate; so is ``l2_pct``
     dram_read_bytes: int
     dram_written_bytes: int
     l2_pct: float
@@ -89,7 +89,8 @@ class Row:
     sectors_per_store: float
     registers: int  #: of a thread at the launch
     shared_bytes: int  #: of a block
-    stalls: list[tuple[str, float]]  #: the three that take most of the warps' time, by ncu's names, and its percent
+    #: The three that take most of the warps' time, by ncu's names, with their percentages.
+    stalls: list[tuple[str, float]]
     tool: str  #: ncu's version, and the options that bear on the figures
 
 
@@ -117,7 +118,7 @@ def launches(config: MoEConfig) -> list[Launch]:
 
 
 def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]]:
-    """Count every one of `launches`: a `Row` as dict each, in their order.
+    """Count the `launches` of a layer; return a `Row` as dict for each, in their order.
 
     ``preset`` is the layer's name in the rows. ``device`` is not used: ncu's process has its own.
 
@@ -206,7 +207,7 @@ def _stalls(row: dict[str, str]) -> list[tuple[str, float]]:
 
 
 def launch_all(config: MoEConfig, device: Device, counted: Any):
-    """Run every work that has one of `launches`, in their order: once to warm up, then once within ``counted()``."""
+    """Run every work that has one of `launches`, in order: once to compile and warm up, once within ``counted()``."""
     works: list[Callable[[], Any]] = [trial.run for trial in ladder.trials_of(config, ladder.steps_of(config), device)]
     bridge = bridge_to(device.torch_device)
     inputs = Inputs(config, bridge, device.torch_device)

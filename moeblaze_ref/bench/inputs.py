@@ -28,7 +28,7 @@ def _random(shape: str, dtype: str | None = None, fan_in: str = "", gated: bool 
 
 
 class Inputs:
-    """Inputs of one layer's stages as arrays of the device, to which ``bridge`` leads; each is made on first use."""
+    """Inputs of one layer's stages as arrays that ``bridge`` makes on the device; each is made on first use."""
 
     x = _random("Ld")
     d_out = _random("Ld")

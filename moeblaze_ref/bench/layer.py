@@ -56,7 +56,7 @@ class Row(TimedRow):
     """One system on one layer, forward and backward. Its ratios are to each other system but `OWN` on its routing."""
 
     system: str
-    policy: str | None  #: None of who has no policies, as the version of who has no versions
+    policy: str | None  #: None of a system without policies; so is ``version``
     version: str | None
     routing: str  #: where the router sent the tokens
     fwd_ms: float  #: medians of both parts

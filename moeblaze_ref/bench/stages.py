@@ -67,7 +67,7 @@ class Row(TimedRow):
 
     stage: str  #: one of `roofline.stages_of`
     system: str  #: "moeblaze" or "torch"
-    version: str | None  #: None where there is no ladder
+    version: str | None  #: None of a stage with one version
     flops: int  #: as `ceilings.Cost`, like the bytes
     bytes: int
     bound: str  #: which of both is the roofline
@@ -76,7 +76,7 @@ class Row(TimedRow):
 
 
 def versions_of(stage: str, dtype: str) -> list[str | None]:
-    """The versions of a stage that compute in this dtype; one without a name where there is no ladder."""
+    """The versions of a stage that compute in this dtype; None if it has but one."""
     if stage not in MODULES:
         return [None]
     versions = MODULES[stage].VERSIONS
@@ -162,7 +162,7 @@ def input_sets(bytes_moved: int, cache_bytes: int) -> int:
 
 
 def run_ours(stage: str, version: str | None, sets: Sequence[Inputs], bridge: Bridge) -> list[Any]:
-    """Our results of a stage on a version, None where there is no ladder, for each of the inputs."""
+    """Our results of a stage on a version (None: its only one) for each of the inputs."""
     options = {"executor": bridge.executor} | ({} if version is None else {"version": version})
     with bridge.running():
         return [RUN[stage](inputs, **options) for inputs in sets]

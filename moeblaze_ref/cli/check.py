@@ -13,7 +13,7 @@ from moeblaze_ref.cli.shared import AsJson, Force, cache_errors, file, print_err
 from moeblaze_ref.core import progress, provenance, source_hashes
 from moeblaze_ref.verify import in_subprocess
 
-kernel_option = functools.partial(typer.Option, rich_help_panel="A kernel of your own")  # without --kernel, refused
+kernel_option = functools.partial(typer.Option, rich_help_panel="A kernel of your own")  # refused without --kernel
 
 
 def check(

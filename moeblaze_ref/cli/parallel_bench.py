@@ -45,7 +45,7 @@ TURNS = 4  # of each map
 class Found:
     """Measured and modelled milliseconds of a step under a placement.
 
-    Of the experts and of the exchange they are of each layer, medians over the steps.
+    The experts' and the exchange's are one number a layer, medians over the steps.
     """
 
     name: str  #: of the map

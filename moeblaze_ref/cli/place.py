@@ -99,7 +99,7 @@ def place(
 
 
 def _drawn(trials, curve) -> dict:
-    """Return the load of every GPU, and load against crossings, both of the first split: Matplotlib's figures."""
+    """Return two figures of the first split: the load of every GPU, and load against crossings."""
     from moeblaze_ref.placement import plots
 
     first = [trial for trial in trials if trial.seed == trials[0].seed]

@@ -13,7 +13,7 @@ Place = tuple[float, float]  # along x and along y
 def panels(
     width: float, height: float, rows: int = 1, columns: int = 1, framed: bool = False, **options: Any
 ) -> tuple[Figure, Any]:
-    """Return a figure and its panels, or its only one, with open upper and right sides.
+    """Return a figure and its axes (one, or an array), without the top and the right spine.
 
     Parameters
     ----------

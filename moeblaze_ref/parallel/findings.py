@@ -97,9 +97,9 @@ def furthest(names: Sequence[str], rows: Sequence[Row]) -> str:
     """Return the map of which each of the two models is furthest from the measured step: one sentence."""
     said = []
     for model, key in (("modelled", "modelled_step_ms"), ("simulated", "simulated_step_ms")):
-        shares = {name: off(row["step_ms"], row[key]) for name, row in zip(names, rows, strict=True)}
-        name = max(shares, key=lambda name: abs(shares[name]))
-        said.append(f"{model}, {shares[name]:+.1%} for {name}")
+        shares = [(name, off(row["step_ms"], row[key])) for name, row in zip(names, rows, strict=True)]
+        name, share = max(shares, key=lambda one: abs(one[1]))
+        said.append(f"{model}, {share:+.1%} for {name}")
     return f"Furthest from the measured step: {'; '.join(said)}."
 
 
