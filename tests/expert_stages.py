@@ -185,9 +185,9 @@ def planted(stage, version, right, wrong, **constants):
 
 
 # What shows a fault, beside RAGGED; and the version that launches the kernels of a file.
-SHOWN_BY = {"0_sum_rows": SEVERAL_TURNS, "2_vector": SEVERAL_TURNS, gemm.HOPPER: SEVERAL_TILES}
+SHOWN_BY = {"sum_rows": SEVERAL_TURNS, "2_vector": SEVERAL_TURNS, gemm.HOPPER: SEVERAL_TILES}
 SHOWN_BY |= dict.fromkeys(gemm.TEACHING, DEEP)
-LAUNCHED_BY = {"0_gates": "1_naive", "0_sum_rows": "2_tiled"}
+LAUNCHED_BY = {"gates": "1_naive", "sum_rows": "2_tiled"}
 
 
 def assert_caught(stage, file, change, case=None, dtype=None, version=None, **constants):

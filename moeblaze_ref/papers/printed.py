@@ -33,7 +33,7 @@ Job = Callable[[], Rows]
 
 REPETITIONS = 15
 COMBINE = ("combine/2_vector.cu", "combine")
-GATE_ROWS = ("expert_down/0_gates.cu", "gate_rows")
+GATE_ROWS = ("expert_down/gates.cu", "gate_rows")
 ROUND_SUMS = ("expert_down/as_printed.cu", "round_sums")
 
 

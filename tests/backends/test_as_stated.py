@@ -45,9 +45,9 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, version, 
     case = make_case(137, 24, 72, 5, 3, "zipf", activation=activation).astype(dtype)
     headers = stated(gemm.file_of(stage, version))
     if stage == "expert_down":
-        headers |= stated("expert_down/0_gates.cu")
+        headers |= stated("expert_down/gates.cu")
     if stage == "expert_up" and version != "1_naive" and version not in gemm.TEACHING:
-        headers |= stated("expert_up/0_sum_rows.cu")
+        headers |= stated("expert_up/sum_rows.cu")
     if version == "2_vector":  # its backward is the first version's
         headers = stated("combine/1_gather.cu") | headers
     launches = counted(stage, version, case)

@@ -1017,7 +1017,7 @@ def test_the_structures_ask_for_the_bytes_that_their_header_states(L, E, k, wide
     symbols |= {"M": bins.P // block, "N": E * wide}
     assert [launch.kernel for launch in launches] == ["pad_offsets", "pad_slots", "offsets", "blocks"]
     for launch in launches:
-        assert_as_stated(launch, "block_sparse/0_structures.cu", symbols)
+        assert_as_stated(launch, "block_sparse/structures.cu", symbols)
 
 
 @pytest.mark.parametrize(
@@ -1050,10 +1050,10 @@ def test_the_rows_ask_for_the_bytes_that_their_header_states(dtype, d):
         stage.padded_scatter(y, bins)
         stage.padded_scatter(y, bins, gates)
     plain, weighted, gradient, summed, combined = launches
-    assert_as_stated(plain, "block_sparse/0_rows.cu", symbols)
-    assert_as_stated(weighted, "block_sparse/0_rows.cu", symbols | {"W": 1})
-    assert_as_stated(gradient, "block_sparse/0_rows.cu", symbols)
-    assert_as_stated(summed, "expert_up/0_sum_rows.cu", symbols)
+    assert_as_stated(plain, "block_sparse/rows.cu", symbols)
+    assert_as_stated(weighted, "block_sparse/rows.cu", symbols | {"W": 1})
+    assert_as_stated(gradient, "block_sparse/rows.cu", symbols)
+    assert_as_stated(summed, "expert_up/sum_rows.cu", symbols)
     assert_as_stated(combined, "combine/2_vector.cu", symbols)
 
 
@@ -1068,7 +1068,7 @@ def test_the_activation_asks_for_the_bytes_that_its_header_states(dtype, block, 
         on(executor, "2_tiled").activate_backward(d_y, a, b, activation)
     symbols = {"V": a.size, "s": a.itemsize, "G": 1 + is_gated(activation), "THREADS": gemm.THREADS}
     for launch in launches:
-        assert_as_stated(launch, "block_sparse/0_hidden.cu", symbols | {"PACK": 1 if block == 3 else 16 // a.itemsize})
+        assert_as_stated(launch, "block_sparse/hidden.cu", symbols | {"PACK": 1 if block == 3 else 16 // a.itemsize})
 
 
 # ---- the raw kernels: bits ---------------------------------------------------------------------
@@ -1192,7 +1192,7 @@ def multiplied(kernel, dtype, block, K, mask=MASK, **options):
 
 NAIVE_FILE, TILED_FILE, MMA_FILE, HOPPER_FILE = (f"block_sparse/{version}.cu" for version in raw.VERSIONS)
 STRUCTURES, ROWS, HIDDEN = (f"block_sparse/0_{name}.cu" for name in ("structures", "rows", "hidden"))
-SUMS, COMBINE = "expert_up/0_sum_rows.cu", "combine/2_vector.cu"
+SUMS, COMBINE = "expert_up/sum_rows.cu", "combine/2_vector.cu"
 TURNED = {"transpose_lhs": True}
 ODD, EVEN = ("float32", 3, 5), ("float32", 8, 20)
 SMALL = ("float16", 8, 16)  # blocks smaller than a tile

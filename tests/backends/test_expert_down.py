@@ -268,7 +268,7 @@ def sum_symbols(case, tile=None):
 
 def assert_sums_as_stated(launches, file, symbols):
     """The launches of each kernel together ask for what the header states."""
-    headers = stated(f"expert_down/{file}.cu") | stated("expert_down/as_printed.cu") | stated("expert_down/0_gates.cu")
+    headers = stated(f"expert_down/{file}.cu") | stated("expert_down/as_printed.cu") | stated("expert_down/gates.cu")
     for kernel in {launch.kernel for launch in launches}:
         together = [launch for launch in launches if launch.kernel == kernel]
         of_kernel = symbols | {"blocks": sum(int(np.prod(launch.grid)) for launch in together)}
@@ -455,7 +455,7 @@ FAULTS = {
         "gate term of one warp": ("part < TILE_COLUMNS / WARP_COLUMNS", "part < 1"),
         "no barrier before the terms": ("__syncthreads();\n    for (int row = threadIdx", "for (int row = threadIdx"),
     },
-    "0_gates": {
+    "gates": {
         "order of slots": ("gate_of_row[row] = gates[slot];", "gate_of_row[slot] = gates[slot];"),
         "gradient of a neighbour": ("(long long)row * terms", "slot * terms"),
     },

@@ -188,7 +188,7 @@ def test_d_x_in_parts_of_its_columns_is_the_same_from_half_the_rows(dtype, activ
     with executor.recording() as launches:
         parts = run("expert_up", "7_persistent", executor, case)
     assert_same_bits(parts, whole)
-    headers = stated("expert_up/7_persistent.cu") | stated("expert_up/0_sum_rows.cu")
+    headers = stated("expert_up/7_persistent.cu") | stated("expert_up/sum_rows.cu")
     launches = [launch for launch in launches if launch.kernel in ("d_x_rows", "sum_rows")]
     assert [launch.kernel for launch in launches] == ["d_x_rows", "sum_rows"] * 2
     for launch, width in zip(launches, (256, 256, 48, 48), strict=True):
@@ -454,7 +454,7 @@ FAULTS = {
         "a stored as b": ("chunk + PANEL_CHUNKS * (PROJECTIONS - 1)", "chunk"),
         "y_swi of its first element twice": ("a_pair[1], b_pair[1]", "a_pair[0], b_pair[0]"),
     },
-    "0_sum_rows": {
+    "sum_rows": {
         "zeros": ("return 1.0f;", "return 0.0f;"),
         "last slot": ("has_slot = lane_id() < k;", "has_slot = lane_id() < k - 1;"),
         "stale sums": ("float sums[PACK] = {};", "static float sums[PACK];"),
@@ -523,7 +523,7 @@ def test_a_planted_fault_is_caught(file, change):
 
 # Where d_x is made in two parts, the second of 48 columns.
 PART_FAULTS = {
-    "0_sum_rows": {
+    "sum_rows": {
         "the first columns twice": ("pitch + first", "pitch"),
         "a row of d_x is as long as the rows": ("token * pitch", "token * d"),
     }

@@ -485,7 +485,7 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(
         stage.load_balancing_loss(*gating[:2])
         stage.router_z_loss(logits)
         stage.backward(gating.gates, logits, gating.topk_experts, renormalize, d_loss)
-    headers = stated(f"gating/{version}.cu") | stated("gating/0_sums.cu")
+    headers = stated(f"gating/{version}.cu") | stated("gating/sums.cu")
     assert {launch.kernel for launch in launches} == headers.keys()
     symbols = {"L": num_tokens, "E": num_experts, "k": k, "R": num_tokens * k, "RENORMALIZE": int(renormalize)}
     symbols |= {"BALANCE": int(d_loss != 0), "PER_LANE": raw_gating.columns_per_lane(num_experts)}
@@ -603,7 +603,7 @@ FAULTS = {
         "zeros of two kinds": ("__float_as_int(value + 0.0f)", "__float_as_int(value)"),
         "half of the lanes are not summed": ("step > 0; step /= 2) value +=", "step > 1; step /= 2) value +="),
     },
-    "0_sums": {
+    "sums": {
         "histograms not cleared": ("histogram[e] = 0;", ";"),
         "missing barrier after clearing": ("    __syncwarp();\n    const", "    const"),
         "missing barrier between tokens": without_barrier("the next", "__syncwarp()"),
@@ -630,7 +630,7 @@ TRIALS = [((270, 70), 5, False), ((270, 70), 5, True), ((37, 40), 32, False)]
 )
 def test_a_planted_fault_is_caught(file, fault):
     planted = Planted(f"gating/{file}.cu", *FAULTS[file][fault], seed=1)
-    stage = on(planted, raw_gating.DEFAULT_VERSION if file == "0_sums" else file)
+    stage = on(planted, raw_gating.DEFAULT_VERSION if file == "sums" else file)
     assert any(is_wrong(stage, make_logits(*shape, step=0.5), k, renormalize) for shape, k, renormalize in TRIALS)
 
 

@@ -125,7 +125,7 @@ def builds_of_indices():
     for version, *options in itertools.product(gating.VERSIONS, (32, 64, 128, 256, 512, 1024), (False, True)):
         constants = gating.constants(version, *options)
         yield f"gating {version} of E, renormalize = {options}", f"gating/{version}.cu", constants, HOPPER
-    for file in ("combine/2_vector.cu", "expert_up/0_sum_rows.cu", "block_sparse/0_rows.cu"):
+    for file in ("combine/2_vector.cu", "expert_up/sum_rows.cu", "block_sparse/rows.cu"):
         for pack in (1, 2, 4, 8):
             yield f"{file} in packs of {pack}", file, CONSTANTS["combine"] | {"PACK": pack}, HOPPER
 
@@ -178,7 +178,7 @@ def builds_of_blocks():
             yield f"block_sparse {version} of {dtype}", *product(version, dtype, block_sparse.BLOCK, (0, 0)), HOPPER
     for dtype, activation in itertools.product(gemm.WIDE, ACTIVATIONS):
         constants = of("block_sparse", dtype, ACTIVATION=activation)
-        yield f"stored blocks of {dtype}, {activation}", "block_sparse/0_hidden.cu", constants, ("sm_80",)
+        yield f"stored blocks of {dtype}, {activation}", "block_sparse/hidden.cu", constants, ("sm_80",)
 
 
 BUILDS = [*builds_of_indices(), *builds_of_experts(), *builds_of_blocks()]

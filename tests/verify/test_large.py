@@ -28,11 +28,11 @@ CASES = large.every_case()
 GIBIBYTE = 2**30
 # Kernels of which no index can pass 2**31: they see experts, tokens, slots, blocks or their terms, one number for each.
 SMALL = {
-    "block_sparse/0_structures.cu": {"pad_offsets", "pad_slots", "blocks", "offsets"},
+    "block_sparse/structures.cu": {"pad_offsets", "pad_slots", "blocks", "offsets"},
     "dispatch/1_dense_map.cu": {"expert_offsets"},
     "dispatch/2_bitmap.cu": {"expert_offsets"},
-    "expert_down/0_gates.cu": {"gate_rows"},
-    "gating/0_sums.cu": {"sum_terms"},
+    "expert_down/gates.cu": {"gate_rows"},
+    "gating/sums.cu": {"sum_terms"},
 }
 # Which files' cases are to need the casts of a header.
 HOSTS = {

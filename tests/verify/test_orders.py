@@ -141,9 +141,9 @@ LOOPS = [
     Loop("combine", "1_gather", "combine/1_gather.cu", OUT, "j", "k"),
     Loop("combine", "1_gather", "combine/1_gather.cu", ("d_gates by columns",), "p", "d"),
     Loop("combine", "2_vector", "combine/2_vector.cu", OUT, **SLOTS_IN_GROUPS),
-    Loop(UP, TILED, "expert_up/0_sum_rows.cu", D_X, **SLOTS_IN_GROUPS),
+    Loop(UP, TILED, "expert_up/sum_rows.cu", D_X, **SLOTS_IN_GROUPS),
     Loop("block_sparse", TILED, "combine/2_vector.cu", OUT, **SLOTS_IN_GROUPS),
-    Loop("block_sparse", TILED, "expert_up/0_sum_rows.cu", D_X, **SLOTS_IN_GROUPS),
+    Loop("block_sparse", TILED, "expert_up/sum_rows.cu", D_X, **SLOTS_IN_GROUPS),
     Loop(UP, NAIVE, "expert_up/1_naive.cu", D_X, "j", "k"),
     Loop(UP, NAIVE, "expert_up/1_naive.cu", ("a, b by depth",), "p", "d"),
     Loop(UP, NAIVE, "expert_up/1_naive.cu", ("d_x by depth, w1 and w2 alternating",), "p", "h"),
@@ -153,8 +153,8 @@ LOOPS = [
     Loop(DOWN, NAIVE, "expert_down/1_naive.cu", ("y by depth",), "p", "h"),
     Loop(DOWN, NAIVE, "expert_down/1_naive.cu", ("d_a, d_b by columns",), "p", "d"),
     Loop(DOWN, NAIVE, "expert_down/1_naive.cu", ("d_w3 by rows",), "row", "end", "begin"),
-    Loop(DOWN, NAIVE, "expert_down/0_gates.cu", ("d_gates by depth",), "term", "terms"),
-    Loop(DOWN, TILED, "expert_down/0_gates.cu", ("d_gates by depth, tile by tile",), "term", "terms"),
+    Loop(DOWN, NAIVE, "expert_down/gates.cu", ("d_gates by depth",), "term", "terms"),
+    Loop(DOWN, TILED, "expert_down/gates.cu", ("d_gates by depth, tile by tile",), "term", "terms"),
     Loop(DOWN, TILED, "expert_down/2_tiled.cu", ("d_gates by depth, tile by tile",), "column", "TILE"),
     Loop(DOWN, TILED, "expert_down/2_tiled.cu", OF_DOWN_TILES, **DEPTH_IN_TILES),
     Loop("block_sparse", NAIVE, "block_sparse/1_naive.cu", SDD, "p", "K"),
@@ -200,7 +200,7 @@ IN_TILE = "for (int p = 0; p < TILE_DEPTH; ++p)"
 IN_LAST_TILE = f"for (int turn = 0, p; p = {LAST_TILE}, turn < min(TILE_DEPTH, depth - first); ++turn)"
 AFTER_FOURTH = "for (int turn = 0, j; j = turn < 4 ? turn : k + 3 - turn, turn < k; ++turn)"
 BY_COLUMN = (*DSD[2:], *DDS)
-OUT_PLACE, D_X_PLACE = ("combine", "2_vector", "combine/2_vector.cu"), (UP, TILED, "expert_up/0_sum_rows.cu")
+OUT_PLACE, D_X_PLACE = ("combine", "2_vector", "combine/2_vector.cu"), (UP, TILED, "expert_up/sum_rows.cu")
 UP_PLACE, SPARSE_PLACE = (UP, NAIVE, "expert_up/1_naive.cu"), ("block_sparse", NAIVE, "block_sparse/1_naive.cu")
 OTHER_FAULTS = [
     *(
@@ -209,7 +209,7 @@ OTHER_FAULTS = [
         for name, wrong in (("all slots reversed", REVERSED_LANE), ("slots of the last group reversed", REVERSED_LAST))
     ),
     *(
-        Fault("all slots reversed", UP, version, "expert_up/0_sum_rows.cu", LANE, REVERSED_LANE, D_X)
+        Fault("all slots reversed", UP, version, "expert_up/sum_rows.cu", LANE, REVERSED_LANE, D_X)
         for version in ("3_mma", "3_mma_tf32", "7_persistent")
     ),
     *slots_of_some_reversed("combine", "1_gather", "combine/1_gather.cu", OUT),
@@ -217,7 +217,7 @@ OTHER_FAULTS = [
     *slots_of_some_reversed(*UP_PLACE, D_X),
     *slots_of_some_reversed(*D_X_PLACE, D_X),
     *slots_of_some_reversed("block_sparse", TILED, "combine/2_vector.cu", OUT),
-    *slots_of_some_reversed("block_sparse", TILED, "expert_up/0_sum_rows.cu", D_X),
+    *slots_of_some_reversed("block_sparse", TILED, "expert_up/sum_rows.cu", D_X),
     Fault("groups of the second pack of columns reversed", *OUT_PLACE, GROUPS, PACK, OUT),
     Fault("slots after the fourth reversed", *UP_PLACE, SLOTS, AFTER_FOURTH, D_X),
     Fault("b reversed", *UP_PLACE, OF_B, B_REVERSED, ("a, b by depth",)),
@@ -533,7 +533,7 @@ def test_every_order_that_a_header_states_is_checked():
     files = files_that_state(HEADER, "kernels_cuda", "cu")
     assert {path.parent.name for path in files} == {one.stage for one in orders.SUMS if "simt" in one.backends}
     numbered = [path for path in files if path.stem in BACKENDS["simt"].versions(path.parent.name)]
-    assert {path.name for path in files} - {path.name for path in numbered} == {"0_gates.cu", "0_sum_rows.cu"}
+    assert {path.name for path in files} - {path.name for path in numbered} == {"gates.cu", "sum_rows.cu"}
     assert all(orders.promises(path.parent.name, "simt", path.stem) for path in numbered)
 
 

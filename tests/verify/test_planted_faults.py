@@ -50,7 +50,7 @@ PLANTED = {
         ("peak of one lane", "return warp_max(peak);", "return peak;"),
         ("column beyond the row written", "(column(i) < E) store_pack", "(column(i) <= E) store_pack"),
         ("missing barrier", "__syncwarp();  // the chosen are written over what another lane may have written", ""),
-        ("wrong expert counted", "tile * E + expert]", "tile * E + (expert + 1) % E]", "gating/0_sums.cu"),
+        ("wrong expert counted", "tile * E + expert]", "tile * E + (expert + 1) % E]", "gating/sums.cu"),
         ("peak not taken off", "return from_ordered(peak);", "return 0.0f;"),
         ("losses without the peak", "return warp_max(peak);", "return 0.0f;"),
         ("ties to the higher lane", "(1u << lane_id()) - 1;", "~((2u << lane_id()) - 1);"),
@@ -128,7 +128,7 @@ PLANTED = {
     "expert_down/2_tiled": [
         ("gate gradient of one column", "column < TILE; ++column) term", "column < 1; ++column) term"),
         ("second tile of columns on the first", "* h + p) * d + i])", "* h + p) * d + column])"),
-        ("gates in token order", "[row] = gates[slot]", "[slot] = gates[slot]", "expert_down/0_gates.cu"),
+        ("gates in token order", "[row] = gates[slot]", "[slot] = gates[slot]", "expert_down/gates.cu"),
         ("second tile along h on the first", "tile.expert * h + j) * d + p]", "tile.expert * h + column) * d + p]"),
     ],
     "expert_down/3_mma": [
@@ -171,7 +171,7 @@ PLANTED = {
             "first column of d_x ignored",
             "d_x + token * pitch + first;",
             "d_x + token * pitch;",
-            "expert_up/0_sum_rows.cu",
+            "expert_up/sum_rows.cu",
         ),
     ],
     "block_sparse/1_naive": [
@@ -179,13 +179,13 @@ PLANTED = {
             "transposed order ignored",
             "column * high + row - first]",
             "(row - first) * wide + column]",
-            "block_sparse/0_structures.cu",
+            "block_sparse/structures.cu",
         ),
-        ("empty bin's expert", "[middle] <= row)", "[middle] < row)", "block_sparse/0_structures.cu"),
+        ("empty bin's expert", "[middle] <= row)", "[middle] < row)", "block_sparse/structures.cu"),
     ],
     "block_sparse/2_tiled": [
-        ("padding not cleared", "if (slot < 0) {", "if (P < 0) {", "block_sparse/0_rows.cu"),
-        ("unscaled gate", "(gate * to_float(", "(to_float(", "block_sparse/0_rows.cu"),
+        ("padding not cleared", "if (slot < 0) {", "if (P < 0) {", "block_sparse/rows.cu"),
+        ("unscaled gate", "(gate * to_float(", "(to_float(", "block_sparse/rows.cu"),
         ("second tile of a block's lines on the first", "first_line = blockIdx.x % PARTS * TILE,", "first_line = 0,"),
     ],
     "block_sparse/3_mma": [
@@ -234,7 +234,7 @@ SHARED = [
             ("1_naive", "choices", "choice = {-1, BEST};\n    for (int j = 0; j < k; ++j)", None),
             ("2_warp", "choices", "has_choice = lane_id() < k;", None),
             ("2_warp", "gradients", "if (lane_id() < k) {", None),
-            ("2_warp", "counts", "if (lane_id() < k) histogram", "gating/0_sums.cu"),
+            ("2_warp", "counts", "if (lane_id() < k) histogram", "gating/sums.cu"),
         )
     ),
     *(
@@ -244,14 +244,14 @@ SHARED = [
             ("dispatch", "2_bitmap", "base", "scan.exclusive", None),
             ("dispatch", "3_single_pass", "base", "scan.exclusive", None),  # of tiles, not of experts
             ("dispatch", "3_single_pass", "offset_below", "length.exclusive", None),
-            ("block_sparse", "1_naive", "before", "scan.exclusive", "block_sparse/0_structures.cu"),
+            ("block_sparse", "1_naive", "before", "scan.exclusive", "block_sparse/structures.cu"),
         )
     ),
     *(
         Fault(stage, version, "slope 1 at the kink", "a > 0.0f ? 1.0f", "a >= 0.0f ? 1.0f", file)
         for stage, versions, file in (
             ("expert_down", ("1_naive", "2_tiled", "3_mma", "3_mma_tf32", "7_persistent"), None),
-            ("block_sparse", ("1_naive", "2_tiled", "3_mma", "7_persistent"), "block_sparse/0_hidden.cu"),
+            ("block_sparse", ("1_naive", "2_tiled", "3_mma", "7_persistent"), "block_sparse/hidden.cu"),
         )
         for version in versions
     ),
@@ -260,7 +260,7 @@ SHARED = [
         for stage, version, file in (
             ("expert_up", "2_tiled", None),
             ("expert_down", "7_persistent", None),
-            ("block_sparse", "3_mma", "block_sparse/0_hidden.cu"),
+            ("block_sparse", "3_mma", "block_sparse/hidden.cu"),
         )
     ),
 ]
@@ -339,7 +339,7 @@ def test_the_check_of_the_gating_catches_a_sum_of_some_terms(monkeypatch):
     """It needs more tokens than a fault of `FAULTS` may: a term is a block's, and a pass takes as many as threads."""
     right = "i < num_terms; i += THREADS)"
     wrong = right.replace("num_terms", "min(num_terms, THREADS)")
-    plant(monkeypatch, "gating/0_sums.cu", with_fault("gating/0_sums.cu", right, wrong))
+    plant(monkeypatch, "gating/sums.cu", with_fault("gating/sums.cu", right, wrong))
     jobs = [job for job in check.plan(["gating"], ["simt"]) if job.args[3] == "2_warp"]
     (job,) = [job for job in jobs if job.args[4].name == cases.many_terms_case().name]
     forward, backward = job()

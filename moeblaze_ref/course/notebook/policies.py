@@ -73,12 +73,12 @@ FILES = {  # of the kernels between x and out, forward and backward
     "act": "activation/1_elementwise.cu",
     "expert_down": f"expert_down/{VERSION}.cu",
     "combine": "combine/2_vector.cu",
-    "gate_rows": "expert_down/0_gates.cu",
+    "gate_rows": "expert_down/gates.cu",
     "d_hidden": f"expert_down/{VERSION}.cu",
-    "d_gates": "expert_down/0_gates.cu",
+    "d_gates": "expert_down/gates.cu",
     "d_w3": f"expert_down/{VERSION}.cu",
     "d_x_rows": f"expert_up/{VERSION}.cu",
-    "sum_rows": "expert_up/0_sum_rows.cu",
+    "sum_rows": "expert_up/sum_rows.cu",
     "d_w": f"expert_up/{VERSION}.cu",
 }
 PRODUCTS = {"expert_up": "G", "expert_down": "1", "d_hidden": "1", "d_w3": "1", "d_x_rows": "G", "d_w": "1"}

@@ -222,7 +222,7 @@ def _between(kernel: str, inputs: dict, outputs: dict, function) -> Case:
     def call(executor):
         function.unchecked(*(executor.empty((VALUES, B, B), "float32") for _ in inputs), "swiglu", executor)
 
-    return Case("block_sparse", "0_hidden", passes, "float32", Launch(kernel, last_block, given, expected), call)
+    return Case("block_sparse", "hidden", passes, "float32", Launch(kernel, last_block, given, expected), call)
 
 
 def _lines(*names: str) -> dict[str, np.ndarray]:
@@ -251,7 +251,7 @@ def _bins(executor) -> PaddedBins:
 
 def _row_case(kernel: str, given: dict, expected: dict, call) -> Case:
     passes = f"P d, L d: P={MANY}, d={WIDTH}"
-    return Case("block_sparse", "0_rows", passes, "float32", Launch(kernel, last_block, given, expected), call)
+    return Case("block_sparse", "rows", passes, "float32", Launch(kernel, last_block, given, expected), call)
 
 
 def _padded_gather() -> Case:

@@ -90,4 +90,4 @@ def _sum_rows() -> Case:
         rows, _, dispatch = _arguments(executor)
         gemm.sum_rows(executor, rows, dispatch.token_index_map, k, executor.empty((L, d), "float32"))
 
-    return _case("0_sum_rows", Launch("sum_rows", last_block, given, expected), call, stage="expert_up")
+    return _case("sum_rows", Launch("sum_rows", last_block, given, expected), call, stage="expert_up")

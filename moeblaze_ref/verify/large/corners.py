@@ -61,7 +61,7 @@ def _d_gates() -> Case:
     launch = Launch("d_gates", last_block, given, {"d_gates": [(last, exactly(terms).sum(axis=1, keepdims=True))]})
 
     call = layout.call(expert_down.hidden_gradients.unchecked, activation="swiglu", version="1_naive")
-    return Case("expert_down", "0_gates", f"R h: {layout}", "float32", launch, call)
+    return Case("expert_down", "gates", f"R h: {layout}", "float32", launch, call)
 
 
 # ---- sums over a token's experts in the epilogue ----

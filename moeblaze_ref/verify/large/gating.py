@@ -102,4 +102,4 @@ def _expert_shares() -> Case:
 
 def _sums_case(launch: Launch, tokens: int, experts: int) -> Case:
     call = lambda executor: gating.expert_shares(executor.empty((tokens, 1), "int32"), experts, executor)
-    return _case("0_sums", launch, call, f"L E / 256: L={tokens}, E={experts}, k=1")
+    return _case("sums", launch, call, f"L E / 256: L={tokens}, E={experts}, k=1")
