@@ -15,6 +15,7 @@ BEFORE = {
     "paper_h200": "13f6424ad046846e",
     "systems_h200": "eb4cd1ff2ff8c683",
 }
+CONVERTED_RUNS = {"paper_h200": 2}  # of each item; later runs stand behind them
 
 
 def values_of(document):
@@ -36,7 +37,10 @@ def hash_of(document):
 @pytest.mark.parametrize("name", BEFORE)
 def test_a_converted_file_holds_the_values_that_were_measured(name):
     text = (DOCS / "results" / f"{name}.json").read_text()
-    assert hash_of(json.loads(text)) == BEFORE[name]
+    document = json.loads(text)
+    if name in CONVERTED_RUNS:
+        document["items"] = {item: runs[: CONVERTED_RUNS[name]] for item, runs in document["items"].items()}
+    assert hash_of(document) == BEFORE[name]
     assert not any(old in text for old in NEW_NAMES)
 
 
