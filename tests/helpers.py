@@ -65,9 +65,9 @@ class Shape(NamedTuple):
     def __str__(self):
         return f"L{self.L}-d{self.d}-h{self.h}-E{self.E}-k{self.k}-{self.routing}"
 
-    def case(self, activation="swiglu", seed=0) -> Case:
+    def case(self, activation="swiglu") -> Case:
         """Random float64 numbers of this shape."""
-        return make_case(*self, activation=activation, seed=seed)
+        return make_case(*self, activation=activation)
 
     def topk_experts(self):
         """A random choice (L, k) of the same routing, for the stages that need no router."""

@@ -1,14 +1,22 @@
 """Kernels for tests that ask whether a result is right, not what it cost; and kernels with a planted fault."""
 
+import importlib
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from unittest import mock
 
+import numpy as np
+
+from moeblaze_ref.backends.registry import BACKENDS, OpenStage
 from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import inlined, kernel_text
+
+UNCHANGED = SimtExecutor.load
 
 
 @contextmanager
@@ -28,14 +36,31 @@ class Quick(SimtExecutor):
             return super().load(file, text=f"{text or kernel_text(file)}\n// compiled quickly\n", **constants)
 
 
+def with_fault(file: str, right: str, wrong: str) -> str:
+    """The text of a kernel file with a fault in it."""
+    text = inlined(file)
+    assert right in text, f"{file} no longer holds {right!r}: update the fault"
+    return text.replace(right, wrong)
+
+
+def plant(monkeypatch, file: str, faulty_text: str, **constants):
+    """Compile this text in place of a kernel file's from now on."""
+
+    def load(self, name, text=None, **given):
+        if name != file:
+            return UNCHANGED(self, name, text=text, **given)
+        with quick_builds():
+            return UNCHANGED(self, name, text=faulty_text, **constants, **given)
+
+    monkeypatch.setattr(SimtExecutor, "load", load)
+
+
 class Planted(Quick):
     """An executor with one fault in one kernel file."""
 
     def __init__(self, file: str, right: str, wrong: str, seed: int, **constants):
         super().__init__(seed=seed)
-        text = inlined(file)
-        assert right in text, f"{file} no longer holds {right!r}: update the fault"
-        self.file, self.faulty_text, self.constants = file, text.replace(right, wrong), constants
+        self.file, self.faulty_text, self.constants = file, with_fault(file, right, wrong), constants
 
     def load(self, file, text=None, **constants):
         if file != self.file:
@@ -43,23 +68,44 @@ class Planted(Quick):
         return super().load(file, text=self.faulty_text, **constants, **self.constants)
 
 
+def without_barrier(comment: str, barrier: str = "__syncthreads()") -> tuple[str, str]:
+    """The barrier before a comment, and what is left without it."""
+    return f"{barrier};  // {comment}", f"// {comment}"
+
+
+def faulty_module(module: ModuleType, right: str, wrong: str) -> ModuleType:
+    """A module of Python with one fault in its text."""
+    text = inspect.getsource(module)
+    assert right in text, f"{module.__name__} no longer holds {right!r}: update the fault"
+    faulty = ModuleType(module.__name__)
+    exec(compile(text.replace(right, wrong), module.__name__, "exec"), vars(faulty))
+    return faulty
+
+
+def numba_with_fault(stage: str, right: str, wrong: str) -> OpenStage:
+    """A stage of the Numba kernels with one fault in its text."""
+    return opened_numba(faulty_module(stage_module("numba", stage), right, wrong))
+
+
+def stage_module(backend: str, stage: str) -> ModuleType:
+    """The module of a stage, or of the activation, in a backend's package."""
+    return importlib.import_module(f"{BACKENDS[backend].package}.{stage}")
+
+
+def opened_numba(module: ModuleType, moved=np.asarray) -> OpenStage:
+    """Functions of Numba kernels, with every array moved first and every output poisoned before it is written."""
+    from moeblaze_ref.backends.numba_cuda.runtime import poisoned_outputs
+
+    return OpenStage(module, poisoned_outputs, moved, np.asarray, {})
+
+
 @dataclass
 class Effort:
-    """What a check does until a row fails: it stands for the time, which depends on the machine.
+    """What a check does until a row fails: it stands for the time, which depends on the machine."""
 
-    Parameters
-    ----------
-    rows : int
-        Rows of the check, with the one that fails.
-    threads : int
-        CUDA threads that the executor simulates.
-    files : int
-        Kernel files that it loads, once for each set of constants: it compiles as many if none is compiled yet.
-    """
-
-    rows: int = 0
-    threads: int = 0
-    files: int = 0
+    rows: int = 0  # of the check, with the one that fails
+    threads: int = 0  # CUDA threads that the executor simulates
+    files: int = 0  # that it loads, once for each set of constants: it compiles as many if none is compiled yet
 
     def within(self, most: "Effort") -> bool:
         """Whether no count is larger than the other's."""

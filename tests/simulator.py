@@ -1,11 +1,12 @@
 """What a Numba kernel's header states of a launch, and what the simulator counts."""
 
+import functools
+import inspect
 import os
 import sys
 
 import processes
 
-from moeblaze_ref.backends.numba_cuda import runtime
 from moeblaze_ref.core.kernel_headers import evaluate, in_docstring
 
 
@@ -20,12 +21,48 @@ def counted_launch(kernel, blocks, threads, arguments, shared_bytes):
     """The same of a launch on the simulator; arguments that are no arrays pass as they are."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
+    from moeblaze_ref.backends.numba_cuda import runtime
     from moeblaze_ref.backends.numba_cuda.simulator import CountingArray
 
     passed = [CountingArray(a._ary) if isinstance(a, FakeCUDAArray) else a for a in arguments]
     runtime.launch(kernel, blocks, threads, *passed, shared_bytes=shared_bytes)
     counting = [a for a in passed if isinstance(a, CountingArray)]
     return blocks, threads, shared_bytes, sum(a.read_bytes for a in counting), sum(a.written_bytes for a in counting)
+
+
+def counted_launches(monkeypatch, stage):
+    """What a stage launches from here on, as (kernel, `counted_launch`)."""
+    launches = []
+
+    def launch(kernel, blocks, threads, *arguments, shared_bytes=0):
+        launches.append((kernel, counted_launch(kernel, blocks, threads, arguments, shared_bytes)))
+
+    monkeypatch.setattr(stage, "launch", launch)
+    return launches
+
+
+def kernels_as_stated(launches, sizes):
+    """The kernels of counted launches, each as its header states for these sizes; the next launches begin anew."""
+    for kernel, counted in launches:
+        assert counted == stated_launch(kernel, sizes), (kernel.py_func.__name__, kernel.py_func.__doc__)
+    kernels = [kernel for kernel, _ in launches]
+    launches.clear()
+    return kernels
+
+
+def only_simulated(test):
+    """A test that counts, as only the simulator can: where Numba has the GPU, it runs in a process without it."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        from moeblaze_ref.backends.numba_cuda import runtime
+
+        if runtime.EXECUTOR == "cuda":
+            rerun(f"{inspect.getfile(test)}::{test.__name__}")
+        else:
+            test(**fixtures)
+
+    return run
 
 
 def rerun(test):

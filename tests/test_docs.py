@@ -629,21 +629,8 @@ def check_kernel_headers(notation):
         assert re.findall(r"^// ([A-Z][\w ]*?)  +\S", file.read_text(), re.MULTILINE) == column(rows, "field"), file
 
 
-CHECKS = (
-    check_sizes,
-    check_vocabulary,
-    check_backends_of_stages,
-    check_presets,
-    check_golden_example,
-    check_activations,
-    check_policies,
-    check_tensors_of_the_specification,
-    check_tensors_of_the_accounts,
-    check_bounds,
-    check_units,
-    check_output,
-    check_kernel_headers,
-)
+CHECKS = [found for name, found in globals().items() if name.startswith("check_")]
+assert len(CHECKS) == 13
 NOTATION = ROOT / "docs" / "notation.md"
 
 

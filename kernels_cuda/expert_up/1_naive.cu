@@ -9,10 +9,14 @@
 // Constants    Scalar storage type of s bytes, ACTIVATION, THREADS per block.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel     grid                      block    shared bytes  bytes read                             bytes written
-// expert_up  ceil(L h / THREADS), E    THREADS  0             8 THREADS blocks + 4 R h + s R d h (1 + G)  s R h (G P + Y)
-// d_x        ceil(L d / THREADS)       THREADS  0             8 R d + 2 s R d h G                    s L d
-// d_w        ceil(d h / THREADS), E    THREADS  0             8 THREADS blocks + 4 R d h + 2 s R d h      s E d h
+// kernel     grid                    block    shared bytes
+//            bytes read                                  bytes written
+// expert_up  ceil(L h / THREADS), E  THREADS  0
+//            8 THREADS blocks + 4 R h + s R d h (1 + G)  s R h (G P + Y)
+// d_x        ceil(L d / THREADS)     THREADS  0
+//            8 R d + 2 s R d h G                         s L d
+// d_w        ceil(d h / THREADS), E  THREADS  0
+//            8 THREADS blocks + 4 R d h + 2 s R d h      s E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out.
 // G is 2 with a gated activation, else 1; blocks is the whole grid. 2 R d h G FLOPs a GEMM, in d_w 2 R d h.
 // Bound: memory. Each element of x is read h times, each of the weights once for every row.
@@ -21,8 +25,8 @@
 
 // Section 5, Algorithm 1: both projections from one reading of x, the activation on the sums.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_up(const Scalar* x, const Scalar* w1, const Scalar* w2, const int* expert_token_indices, const int* expert_token_offsets,
-              Scalar* a, Scalar* b, Scalar* y_swi, int d, int h) {
+    expert_up(const Scalar* x, const Scalar* w1, const Scalar* w2, const int* expert_token_indices,
+              const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi, int d, int h) {
     const GroupElement at = group_element<THREADS>(expert_token_offsets, h);
     if (!at.inside) return;
     const Scalar* const x_row = x + (long long)expert_token_indices[at.row] * d;
@@ -66,7 +70,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int i = index / h, j = index % h;
     float sum = 0.0f;
     for (int row = begin; row < end; ++row)
-        sum += to_float(x[(long long)expert_token_indices[row] * d + i]) *
-               to_float(d_hidden[(long long)row * h + j]);
+        sum += to_float(x[(long long)expert_token_indices[row] * d + i]) * to_float(d_hidden[(long long)row * h + j]);
     d_w[(long long)blockIdx.y * d * h + index] = from_float<Scalar>(sum);
 }

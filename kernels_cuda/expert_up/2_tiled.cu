@@ -10,10 +10,14 @@
 // Constants    Scalar storage of s bytes, ACTIVATION, THREADS = 256 per block.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel     grid                                     block    shared bytes     bytes read                                              bytes written
-// expert_up  R / 64 + min(E, R), ceil(h / 64)         THREADS  268 + 4352 (1 + G)  8 E blocks + 4 R C + s R d C + s d h G tiles         s R h (G P + Y)
-// d_x_rows   R / 64 + min(E, R), ceil(d / 64)         THREADS  12 + 8704 G      8 E blocks + s R h G D + s d h G tiles                  s R d
-// d_w        ceil(d / 64), ceil(h / 64), E            THREADS  8704             8 THREADS blocks + 4 R d C + s R d C + s R h D          s E d h
+// kernel     grid                              block    shared bytes
+//            bytes read                                      bytes written
+// expert_up  R / 64 + min(E, R), ceil(h / 64)  THREADS  268 + 4352 (1 + G)
+//            8 E blocks + 4 R C + s R d C + s d h G tiles    s R h (G P + Y)
+// d_x_rows   R / 64 + min(E, R), ceil(d / 64)  THREADS  12 + 8704 G
+//            8 E blocks + s R h G D + s d h G tiles          s R d
+// d_w        ceil(d / 64), ceil(h / 64), E     THREADS  8704
+//            8 THREADS blocks + 4 R d C + s R d C + s R h D  s E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out.
 // G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64); tiles is the sum
 // over the experts of ceil(rows / 64); blocks is the whole grid. 2 R d h G FLOPs a GEMM, in d_w 2 R d h.
@@ -35,8 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Scalar* const weights[2] = {w1 + (long long)tile.expert * d * h, w2 + (long long)tile.expert * d * h};
     Corners<GATED ? 2 : 1> sums;
     tiled_matmul<Along::DEPTH, Along::SIDE>(
-        sums, d,
-        [&](int row, int p) { return row < tile.rows ? to_float(x[(long long)tokens[row] * d + p]) : 0.0f; },
+        sums, d, [&](int row, int p) { return row < tile.rows ? to_float(x[(long long)tokens[row] * d + p]) : 0.0f; },
         [&](int result, int column, int p) {
             const int j = first_column + column;
             return j < h ? to_float(weights[result][(long long)p * h + j]) : 0.0f;
@@ -49,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Section 5: d_a w1^T + d_b w2^T for every routed row, all products with w1 before those with w2.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    d_x_rows(const Scalar* d_a, const Scalar* d_b, const Scalar* w1, const Scalar* w2,
-             const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
+    d_x_rows(const Scalar* d_a, const Scalar* d_b, const Scalar* w1, const Scalar* w2, const int* expert_token_offsets,
+             Scalar* rows, int d, int h, int E) {
     const RowTile tile = find_row_tile<TILE>(expert_token_offsets, E, blockIdx.x);
     if (tile.rows == 0) return;
     const int first_column = blockIdx.y * TILE;

@@ -13,10 +13,18 @@
 //              are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel     grid                                                 block    shared bytes                                         bytes read                                        bytes written
-// expert_up  R / TILE_ROWS + min(E, R), ceil(G h / TILE_COLUMNS)  THREADS  12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 E blocks + 4 K R C + s R d C + s d h G tiles    s R h (G P + Y)
-// d_x_rows   R / TILE_ROWS + min(E, R), ceil(d / TILE_COLUMNS)    THREADS  12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 E blocks + s R h G D + s d h G tiles            s R d
-// d_w        ceil(d / TILE_ROWS), ceil(h / TILE_COLUMNS), E       THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)       8 THREADS blocks + s R d J + 4 A R W J + s R h W  s E d h
+// kernel     grid                                                 block
+//            shared bytes
+//            bytes read                                        bytes written
+// expert_up  R / TILE_ROWS + min(E, R), ceil(G h / TILE_COLUMNS)  THREADS
+//            12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//            8 E blocks + 4 K R C + s R d C + s d h G tiles    s R h (G P + Y)
+// d_x_rows   R / TILE_ROWS + min(E, R), ceil(d / TILE_COLUMNS)    THREADS
+//            12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//            8 E blocks + s R h G D + s d h G tiles            s R d
+// d_w        ceil(d / TILE_ROWS), ceil(h / TILE_COLUMNS), E       THREADS
+//            s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//            8 THREADS blocks + s R d J + 4 A R W J + s R h W  s E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a gated
 // activation, else 1. C = ceil(G h / TILE_COLUMNS), D = ceil(d / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS),
 // W = ceil(d / TILE_ROWS). A line's number in a list is read for each 16 bytes of it: K = s TILE_DEPTH / 16 of a
@@ -42,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Lines<false> weights[] = {{w1 + weight, h, d, h - first_column}, {w2 + weight, h, d, h - first_column}};
     WarpResults<RESULTS> sums;
     mma_matmul<Along::DEPTH, Along::SIDE>(sums, d, rows, weights);
-    sums.each(load_nothing, [&](int, int row, int column, const float(&values)[RESULTS][8], Nothing) {
+    sums.each(load_nothing, [&](int, int row, int column, const float (&values)[RESULTS][8], Nothing) {
         const int j = first_column + column;
         if (row >= tile.rows || j >= h) return;
         const long long at = (long long)(tile.first + row) * h + j;
@@ -60,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Section 5: d_a w1^T + d_b w2^T for every routed row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    d_x_rows(const Scalar* d_a, const Scalar* d_b, const Scalar* w1, const Scalar* w2,
-             const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
+    d_x_rows(const Scalar* d_a, const Scalar* d_b, const Scalar* w1, const Scalar* w2, const int* expert_token_offsets,
+             Scalar* rows, int d, int h, int E) {
     const Place place = place_in_bands();
     const RowTile& tile = find_row_tile<TILE_ROWS>(expert_token_offsets, E, place.row_tile);
     if (tile.rows == 0) return;

@@ -10,8 +10,10 @@
 //              TILE_COLUMNS = 128, TILE_DEPTH = 64, THREADS = 128; STAGES; BAND. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel     grid                                     block    shared bytes         bytes read                                 bytes written
-// expert_up  R / TILE_ROWS + min(E, R), C             THREADS  1036 + 32768 STAGES  8 E blocks + 32 R C + 2 R d C + 2 d h G tiles  2 R h (G P + Y)
+// kernel     grid                          block    shared bytes
+//            bytes read                                     bytes written
+// expert_up  R / TILE_ROWS + min(E, R), C  THREADS  1036 + 32768 STAGES
+//            8 E blocks + 32 R C + 2 R d C + 2 d h G tiles  2 R h (G P + Y)
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a gated
 // activation, else 1. C = ceil(G h / TILE_COLUMNS); tiles is the sum over the experts of ceil(rows / TILE_ROWS); blocks
 // is the whole grid. A row's number in the list is read for each 16 bytes of a stage. 2 R d h G FLOPs.

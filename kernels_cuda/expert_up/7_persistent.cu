@@ -13,10 +13,14 @@
 //              h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel     grid             block  shared bytes  bytes read                                                             bytes written
-// expert_up  multiprocessors  384    230592        1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles   2 R h (G P + Y)
-// d_x_rows   multiprocessors  512    230592        (1540 E + 508) blocks + 2 h G boxes D + 2 d h G tiles                  2 R d
-// d_w        multiprocessors  512    232196        4 (E + 1) blocks + (3072 E + 512 (tiles + X)) W C + 2 R d C + 2 R h W  2 E d h
+// kernel     grid             block  shared bytes
+//            bytes read                                                             bytes written
+// expert_up  multiprocessors  384    230592
+//            1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles   2 R h (G P + Y)
+// d_x_rows   multiprocessors  512    230592
+//            (1540 E + 508) blocks + 2 h G boxes D + 2 d h G tiles                  2 R d
+// d_w        multiprocessors  512    232196
+//            4 (E + 1) blocks + (3072 E + 512 (tiles + X)) W C + 2 R d C + 2 R h W  2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a
 // gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128). blocks is the
 // whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of experts with rows,

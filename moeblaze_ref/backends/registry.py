@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from moeblaze_ref.backends.raw_cuda.gemm import file_of
 from moeblaze_ref.backends.step_memory import StepMemory
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.core.structures import IndexArrays
+from moeblaze_ref.runtime.simt import build
+from moeblaze_ref.runtime.simt.cache import SimtUnavailable
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 
 STAGES = ("gating", "dispatch", "expert_up", "expert_down", "combine", "layer", "block_sparse", "capacity")
 KERNEL_STAGES = STAGES[:-1]  # a fixed capacity has no kernels: it is what the others do without
@@ -91,8 +95,6 @@ class Backend:
 
 def refusal(executor: Any, stage: str, version: str | None) -> str:
     """Why an executor of raw CUDA does not run a version, by its file's header; empty if it does."""
-    from moeblaze_ref.backends.raw_cuda.gemm import file_of
-
     folder = "expert_down" if stage == "layer" else stage  # the layer's versions are its projections', and as printed
     try:
         executor.check(file_of(folder, version))
@@ -173,8 +175,6 @@ def _on_numba(version):
 
 
 def _on_simt(version):
-    from moeblaze_ref.runtime.simt.executor import SimtExecutor
-
     # In a seeded order a missing barrier shows, which threads in their own order would hide.
     return nullcontext, _as_it_is, _as_it_is, {"executor": SimtExecutor(seed=1), "version": version}
 
@@ -191,9 +191,7 @@ _SURROUNDINGS = {"numpy": _on_numpy, "numba": _on_numba, "simt": _on_simt, "cuda
 
 
 def _numpy_status() -> Status:
-    import numpy
-
-    return Status(True, f"numpy {numpy.__version__}")
+    return Status(True, f"numpy {np.__version__}")
 
 
 def _torch_status() -> Status:
@@ -215,9 +213,6 @@ def _numba_status() -> Status:
 
 
 def _simt_status() -> Status:
-    from moeblaze_ref.runtime.simt import build
-    from moeblaze_ref.runtime.simt.cache import SimtUnavailable
-
     try:
         build.cuda_include_dirs()
         compiled_by = " ".join(build.compiler())

@@ -31,17 +31,10 @@ Keeps = Callable[[Tensor], Tensor]  # topk_experts (L, k) -> which of them are c
 
 
 class Weights(NamedTuple):
-    """The weights that a layer computes with.
+    """The weights that a layer computes with."""
 
-    Parameters
-    ----------
-    leaves : mapping of str to Tensor
-        Those that autograd differentiates, in the layer's own layouts.
-    as_ours : callable
-        Gradients of all leaves by name to gradients of wg, w1, w2 and w3 in the layouts of `RoutedExperts`.
-    """
-
-    leaves: Mapping[str, Tensor]
+    leaves: Mapping[str, Tensor]  #: those that autograd differentiates, in the layer's own layouts
+    #: Gradients of all leaves by name to gradients of wg, w1, w2 and w3 in the layouts of `RoutedExperts`.
     as_ours: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda gradients: gradients
 
 
@@ -51,19 +44,12 @@ def weights_of(parameters: RoutedExperts) -> Weights:
 
 
 class Error(NamedTuple):
-    """The error of a tensor.
+    """The error of a tensor."""
 
-    Parameters
-    ----------
-    whole : float
-        ||found - expected|| / ||expected||. Of integers, 0 if they are equal, else infinite.
-    row : float
-        Of the worst entry along the first dimension, such as a token's row or an expert's matrix: its
-        ||found - expected|| over its ||expected||, or over the root of the mean square of all ||expected|| if that is
-        larger, so that small entries need not be righter than others.
-    """
-
-    whole: float
+    whole: float  #: ||found - expected|| / ||expected||; of integers, 0 if they are equal, else infinite
+    #: Of the worst entry along the first dimension, such as a token's row or an expert's matrix: its
+    #: ||found - expected|| over its ||expected||, or over the root of the mean square of all ||expected|| if that is
+    #: larger, so that small entries need not be righter than others.
     row: float
 
     @property
@@ -137,18 +123,8 @@ def _step(layer, weights, x, d_out) -> tuple[dict[str, Tensor], Tensor]:
 class _Reference:
     """The oracle's step in float32, an expert at a time and ``ROWS`` of its rows at a time: so it fits beside a layer.
 
-    Parameters
-    ----------
-    parameters : RoutedExperts
-    x, d_out : Tensor (L, d)
-    chosen : Tensor (L, k)
-    kept : Tensor (L, k), bool
-        Which choices count.
-
-    Attributes
-    ----------
-    out : Tensor (L, d)
-        Whole, as everything else, once `weight_gradients` has come to its end.
+    Of the choices (L, k) those count that are ``kept``. ``out`` (L, d) is whole, as everything else, once
+    `weight_gradients` has come to its end.
     """
 
     def __init__(self, parameters: RoutedExperts, x: Tensor, d_out: Tensor, chosen: Tensor, kept: Tensor):
@@ -208,19 +184,10 @@ class _Reference:
 
 @torch.no_grad()
 def _slack(rows: Tensor, d_y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the largest change of an expert's row gradients that undecided slopes allow.
+    """Return the largest change of an expert's row gradients (n, d) that undecided slopes allow.
 
-    Parameters
-    ----------
-    rows, d_y : Tensor (n, d)
-        The expert's input, and the gradient of its output.
-    weights : mapping of str to Tensor
-        w1 and w2 (d, h), w3 (h, d); w2 of reglu alone.
-
-    Returns
-    -------
-    Tensor (n, d)
-        The sum over undecided pre-activations of what each adds to the gradient of its row, without signs.
+    It is the sum over undecided pre-activations of what each adds to the gradient of its row, without signs. ``rows``
+    and ``d_y`` (n, d) are the expert's input and the gradient of its output; only reglu has a w2.
     """
     a = rows @ weights["w1"]
     undecided = a.abs() <= SIGN_ERROR * math.sqrt(rows.shape[1]) * a.square().mean().sqrt()

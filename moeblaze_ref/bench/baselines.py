@@ -25,10 +25,10 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 class Order(NamedTuple):
     """The routed rows grouped by expert."""
 
-    token: Tensor  # (R,) int64, of each row
-    slot: Tensor  # (R,) int64, of each row, in the row-major (L, k) choices
-    row: Tensor  # (R,) int64, of each slot: the inverse of `slot`
-    ends: Tensor  # (E,) int32, where each expert's rows end
+    token: Tensor  #: (R,) int64, of each row
+    slot: Tensor  #: (R,) int64, of each row, in the row-major (L, k) choices
+    row: Tensor  #: (R,) int64, of each slot: the inverse of `slot`
+    ends: Tensor  #: (E,) int32, where each expert's rows end
 
 
 def sort_rows(topk_experts: Tensor, num_experts: int) -> Order:

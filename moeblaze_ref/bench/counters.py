@@ -65,61 +65,33 @@ DENSE = "nvjet.*|.*gemm.*"  # what cuBLAS calls its kernels
 
 @dataclass(frozen=True)
 class Row:
-    """One launch.
+    """One launch under ncu."""
 
-    Parameters
-    ----------
-    kind : str
-        "counters".
-    preset, shape, dtype
-        The layer: a name, {L, d, h, E, k}, and the dtype of its activations. Of the dense product the shape is
-        {M, N, K}.
-    version, kernel : str
-        "" is the version of the dense product.
-    idea : str
-        Which step of the series it is, or which stage of a training step; or that it is the dense product.
-    duration_ms : float
-        Under ncu, after a pause and with cold caches: not comparable with interleaved times.
-    sm_clock_ghz : float
-        Cycles of a multiprocessor in a nanosecond.
-    tensor_pct, issue_pct : float
-        How much of the time the tensor cores' pipe is busy, and of a scheduler's active cycles how many issue.
-    dram_pct, dram_read_bytes, dram_written_bytes, l2_pct, l2_hit_pct, l2_link_pct
-        DRAM and L2 cache: percent of the peak rate, bytes, sectors that are found in the cache, percent of the time in
-        which the link between the cache's two halves is busy.
-    sectors_per_load, sectors_per_store : float
-        Sectors of 32 bytes for each request of a warp; copies by TMA and cp.async are no such requests.
-    registers, shared_bytes : int
-        Of a thread at the launch, and of a block.
-    stalls : list of [str, float]
-        The three that take most of the warps' time, by ncu's names, and how many percent of it.
-    tool : str
-        ncu's version, and the options that bear on the figures.
-    """
-
-    kind: str
+    kind: str  #: "counters"
     preset: str
-    shape: dict[str, int]
-    dtype: str
-    version: str
+    shape: dict[str, int]  #: {L, d, h, E, k} of the layer, {M, N, K} of the dense product
+    dtype: str  #: of the layer's activations
+    version: str  #: "" of the dense product
     kernel: str
-    idea: str
-    duration_ms: float
-    sm_clock_ghz: float
-    tensor_pct: float
-    issue_pct: float
-    dram_pct: float
+    idea: str  #: which step of the series it is, or which stage of a training step; or that it is the dense product
+    duration_ms: float  #: after a pause and with cold caches: not comparable with interleaved times
+    sm_clock_ghz: float  #: cycles of a multiprocessor in a nanosecond
+    tensor_pct: float  #: of the time in which the tensor cores' pipe is busy
+    issue_pct: float  #: of a scheduler's active cycles in which one issues
+    dram_pct: float  #: of the peak rate; so is ``l2_pct``
     dram_read_bytes: int
     dram_written_bytes: int
     l2_pct: float
-    l2_hit_pct: float
-    l2_link_pct: float
+    l2_hit_pct: float  #: of the sectors, those that are found in the cache
+    l2_link_pct: float  #: of the time in which the link between the cache's two halves is busy
+    #: Sectors of 32 bytes for each request of a warp; copies by TMA and cp.async are no such requests.
     sectors_per_load: float
     sectors_per_store: float
-    registers: int
-    shared_bytes: int
+    registers: int  #: of a thread at the launch
+    shared_bytes: int  #: of a block
+    #: The three that take most of the warps' time, by ncu's names, with their percentages.
     stalls: list[tuple[str, float]]
-    tool: str
+    tool: str  #: ncu's version, and the options that bear on the figures
 
 
 class Launch(NamedTuple):
@@ -127,7 +99,7 @@ class Launch(NamedTuple):
 
     idea: str
     version: str
-    kernel: str  # a pattern
+    kernel: str  #: a pattern
     shape: dict[str, int]
 
 
@@ -146,14 +118,9 @@ def launches(config: MoEConfig) -> list[Launch]:
 
 
 def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]]:
-    """One `Row` for each of `launches`.
+    """Count the `launches` of a layer; return a `Row` as dict for each, in their order.
 
-    Parameters
-    ----------
-    preset, config
-        The layer, and its name in the rows.
-    device : Device
-        Not used: ncu's process has its own.
+    ``preset`` is the layer's name in the rows. ``device`` is not used: ncu's process has its own.
 
     Raises
     ------
@@ -163,12 +130,12 @@ def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]
     ncu = shutil.which("ncu")
     if ncu is None:
         raise ValueError("ncu is not on the PATH; it is a part of the CUDA toolkit (Nsight Compute)")
-    names = sorted({launch.kernel for launch in launches(config)})
+    only_these = f"regex:^({'|'.join(sorted({launch.kernel for launch in launches(config)}))})$"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         program = [sys.executable, "-m", __name__, json.dumps(asdict(config))]
         options = [*(part for option in HOW.items() for part in option), "--metrics", ",".join(metrics())]
-        only = ["--profile-from-start", "off", "--kernel-name-base", "function", "--kernel-name", _one_of(names)]
+        only = ["--profile-from-start", "off", "--kernel-name-base", "function", "--kernel-name", only_these]
         output = ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         found = subprocess.run([ncu, *options, *only, *output, *program], check=False, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
@@ -181,10 +148,6 @@ def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]
 def metrics() -> list[str]:
     """Return the names of ncu's metrics that are counted."""
     return [*(name for name, _ in METRICS.values()), *map(STALL_METRIC.format, STALLS)]
-
-
-def _one_of(names: Sequence[str]) -> str:
-    return f"regex:^({'|'.join(names)})$"
 
 
 def _complaint(text: str) -> str:
@@ -203,13 +166,9 @@ def _tool(ncu: str) -> str:
 
 
 def rows_of(text: str, expected: Sequence[Launch]) -> Iterator[dict[str, Any]]:
-    """The columns of a `Row` that are a launch's own, from ncu's page "raw" as CSV in base units.
+    """Yield the columns of a `Row` that are a launch's own, from ncu's page "raw" as CSV in base units.
 
-    Parameters
-    ----------
-    text : str
-        Two lines of names and units, a line for each launch, and other lines that begin with ``==``.
-    expected : sequence of Launch
+    ``text`` has two lines of names and units, a line for each launch, and other lines that begin with ``==``.
 
     Raises
     ------
@@ -248,15 +207,7 @@ def _stalls(row: dict[str, str]) -> list[tuple[str, float]]:
 
 
 def launch_all(config: MoEConfig, device: Device, counted: Any):
-    """Every work that has one of `launches`, in their order: once to compile and warm up, then once within ``counted``.
-
-    Parameters
-    ----------
-    config : MoEConfig
-    device : Device
-    counted
-        A context manager's maker, within which launches are counted.
-    """
+    """Run every work that has one of `launches`, in order: once to compile and warm up, once within ``counted()``."""
     works: list[Callable[[], Any]] = [trial.run for trial in ladder.trials_of(config, ladder.steps_of(config), device)]
     bridge = bridge_to(device.torch_device)
     inputs = Inputs(config, bridge, device.torch_device)

@@ -30,12 +30,8 @@ TRIALS = results.DOCS / "results" / "trials_h200.json"
 def fill(text: str, found: results.Result | None) -> str:
     """Return the document with every block from ``<!-- begin NAME -->`` to ``<!-- end NAME -->`` regenerated.
 
-    Parameters
-    ----------
-    text : str
-    found : dict or None
-        What `results.load` gives of the benchmark's file, or nothing yet. The series, the counters and the trials have
-        files of their own, which are read here.
+    ``found`` is of the benchmark's file; the series, the counters and the trials have files of their own, which are
+    read here.
 
     Raises
     ------
@@ -84,14 +80,14 @@ def _tables(kind: str, skewed: bool = False) -> Callable[[results.Result], str]:
         by_run = defaultdict(list)
         for row in results.rows_of(found, kind):
             by_run[row["run"]].append(row)
-        shown = {run: rows for run, rows in by_run.items() if skewed == any(map(_is_skewed, rows))}
+        shown = {
+            run: rows
+            for run, rows in by_run.items()
+            if skewed == any(row.get("routing", "uniform") != "uniform" for row in rows)
+        }
         return "\n\n".join(f"Run {run}:\n\n{report.markdown(rows)}" for run, rows in shown.items())
 
     return tables
-
-
-def _is_skewed(row: dict[str, Any]) -> bool:
-    return row.get("routing", "uniform") != "uniform"
 
 
 # What became of a trial: its kernel works so now; it did, until something else came in its place; it does not; or it
@@ -136,12 +132,12 @@ def _trials() -> str:
 
 def _spread(found: results.Result) -> str:
     """Return the table of the least and the largest speed over each baseline."""
-    lines = [
-        f"| {' | '.join(names)} | {len(of_one)} | {report.ratio(min(of_one))} | {report.ratio(max(of_one))} |"
+    columns = ["preset", "policy", "times as fast as", "runs", "least", "most"]
+    rows = [
+        [*names, str(len(of_one)), report.ratio(min(of_one)), report.ratio(max(of_one))]
         for names, of_one in findings.beside_baselines(found).items()
     ]
-    head = ["| preset | policy | times as fast as | runs | least | most |", "| --- | --- | --- | ---: | ---: | ---: |"]
-    return "\n".join(head + lines) if lines else ""
+    return documents.table(columns, rows, words=3) if rows else ""
 
 
 def _of_file(path: Path, maker: Callable[[results.Result], str]) -> Callable[[], str]:

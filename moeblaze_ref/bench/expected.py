@@ -116,21 +116,14 @@ def _d_x(inputs: Inputs) -> Tensors:
     return (d_x,)
 
 
-def _d_w1(inputs: Inputs) -> Tensors:
-    return (_weight_gradient(inputs, inputs.tensor("x")[_order(inputs).token], inputs.tensor("a")),)
+def _of_tokens(inputs: Inputs, name: str) -> Tensor:
+    """The routed rows (R, d) of a tensor (L, d)."""
+    return inputs.tensor(name)[_order(inputs).token]
 
 
-def _d_w2(inputs: Inputs) -> Tensors:
-    return (_weight_gradient(inputs, inputs.tensor("x")[_order(inputs).token], inputs.tensor("b")),)
-
-
-def _d_w3(inputs: Inputs) -> Tensors:
-    return (_weight_gradient(inputs, inputs.tensor("y_swi"), inputs.tensor("d_out")[_order(inputs).token]),)
-
-
-def _weight_gradient(inputs: Inputs, left: Tensor, right: Tensor) -> Tensor:
+def _weight_gradient(inputs: Inputs, left: Tensor, right: Tensor) -> Tensors:
     """The sum of each expert's outer products of rows: (E, columns of left, columns of right)."""
-    return torch.stack([left[rows].float().T @ right[rows].float() for rows in _groups(_order(inputs))])
+    return (torch.stack([left[rows].float().T @ right[rows].float() for rows in _groups(_order(inputs))]),)
 
 
 def _gating_backward(inputs: Inputs) -> Tensors:
@@ -152,10 +145,10 @@ EXPECTED: dict[str, Callable[[Inputs], Tensors]] = {
     "expert_down": _expert_down,
     "combine": _combine,
     "d_hidden": _d_hidden,
-    "d_w3": _d_w3,
+    "d_w3": lambda i: _weight_gradient(i, i.tensor("y_swi"), _of_tokens(i, "d_out")),
     "d_x": _d_x,
-    "d_w1": _d_w1,
-    "d_w2": _d_w2,
+    "d_w1": lambda i: _weight_gradient(i, _of_tokens(i, "x"), i.tensor("a")),
+    "d_w2": lambda i: _weight_gradient(i, _of_tokens(i, "x"), i.tensor("b")),
     "gating_backward": _gating_backward,
     "router_backward": _router_backward,
 }

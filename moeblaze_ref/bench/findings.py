@@ -3,7 +3,8 @@
 import json
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import tiles
@@ -106,18 +107,13 @@ def headline(found: results.Result) -> str:
     """Return a row for each layer: GiB kept for the backward, and the speed of `minimal` in its worst run."""
     ratios = beside_baselines(found)
     presets = dict.fromkeys(name for name, policy, baseline in ratios if (policy, baseline) == ("minimal", COMPILED[0]))
-    lines = [
-        [name, *_kept_gib(name), *(_ratio(min(ratios[name, "minimal", baseline])) for baseline in COMPILED)]
-        for name in presets
-    ]
+    lines = []
+    for name in presets:
+        kept = [account(PRESETS[name].config, *of_system).kept_bytes / GIB for of_system in KEPT_BY.values()]
+        worst = [min(ratios[name, "minimal", baseline]) for baseline in COMPILED]
+        lines.append([name, *(f"{gib:.2f}" for gib in kept), *map(_ratio, worst)])
     speeds = [f"times as fast as `{COMPILED[0]}`", f"as `{COMPILED[1]}`"]
     return documents.table(["layer", *KEPT_BY, *speeds], lines) if lines else ""
-
-
-def _kept_gib(name: str) -> list[str]:
-    """Return the accounted GiB of a preset, a cell for each system of ``KEPT_BY``."""
-    config = PRESETS[name].config
-    return [f"{account(config, system, policy).kept_bytes / GIB:.2f}" for system, policy in KEPT_BY.values()]
 
 
 def inputs(found: results.Result) -> str:
@@ -245,10 +241,6 @@ def _by_preset(found: results.Result) -> dict[str, tuple[list[Row], Row]]:
     return shown
 
 
-def _share(row: Row, dense: Row, value: Callable[[Row], float]) -> float:
-    return 100 * value(row) / value(dense)
-
-
 def _behind_ms(row: Row, dense: Row) -> float:
     """Return by how many ms it would be shorter at cuBLAS's busy cycles in a nanosecond."""
     return row["duration_ms"] * (1 - report.busy_ghz(row) / report.busy_ghz(dense))
@@ -258,19 +250,19 @@ def why(found: results.Result) -> str:
     """Return a table of each product's busy share and clock relative to cuBLAS's, the furthest behind first."""
     names = ("preset", "kernel", *(f"{what}, % of cuBLAS's" for what in ("busy x clock", "busy", "clock")))
     names += ("ms under ncu", "of them behind cuBLAS", "DRAM %", "L2 %", "L2 link %")
-    cells = [
-        (preset, name, f"{_share(row, dense, report.busy_ghz):.0f}",
-         f"{_share(row, dense, lambda r: r['tensor_pct']):.0f}",
-         f"{_share(row, dense, lambda r: r['sm_clock_ghz']):.0f}",
-         f"{row['duration_ms']:.2f}", f"{_behind_ms(row, dense):.2f}", f"{row['dram_pct']:.0f}", f"{row['l2_pct']:.0f}",
-         f"{row['l2_link_pct']:.0f}")
-        for preset, (rows, dense) in _by_preset(found).items()
+    shown = _by_preset(found)
+    launches = [
+        (preset, name, row, dense)
+        for preset, (rows, dense) in shown.items()
         for name, row in zip(_names(rows), rows, strict=True)
-    ]  # fmt: skip
-    cells += [
-        (preset, "cuBLAS, dense", "100", "100", "100", f"{dense['duration_ms']:.2f}", "0.00",
-         f"{dense['dram_pct']:.0f}", f"{dense['l2_pct']:.0f}", f"{dense['l2_link_pct']:.0f}")
-        for preset, (_, dense) in list(_by_preset(found).items())[:1]
+    ]
+    launches += [(preset, "cuBLAS, dense", dense, dense) for preset, (_, dense) in list(shown.items())[:1]]
+    compared = (report.busy_ghz, itemgetter("tensor_pct"), itemgetter("sm_clock_ghz"))
+    cells = [
+        (preset, name, *(f"{100 * value(row) / value(dense):.0f}" for value in compared),
+         f"{row['duration_ms']:.2f}", f"{_behind_ms(row, dense):.2f}",
+         *(f"{row[share]:.0f}" for share in ("dram_pct", "l2_pct", "l2_link_pct")))
+        for preset, name, row, dense in launches
     ]  # fmt: skip
     return documents.table(names, cells, 2) if cells else ""
 

@@ -25,23 +25,10 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 
 
 class Baseline(NamedTuple):
-    """A layer of another project.
+    """A layer of another project."""
 
-    Parameters
-    ----------
-    layer : callable
-        x (L, d) to output (L, d) and choice of experts (L, k).
-    weights : Weights
-        Its own, which hold the numbers of ours.
-    """
-
-    layer: Layer
-    weights: Weights
-
-
-def _turned(matrix: Tensor) -> Tensor:
-    """The last two dimensions exchanged."""
-    return matrix.transpose(-2, -1)
+    layer: Layer  #: x (L, d) to output (L, d) and choice of experts (L, k)
+    weights: Weights  #: its own, which hold the numbers of ours
 
 
 # MegaBlocks ----------------------------------------------------------------------------------------------------------
@@ -118,14 +105,14 @@ def _triton_said_to_be(version: str) -> Iterator[None]:
 
 def _rows_of_megablocks(name: str, weight: Tensor) -> Tensor:
     """One of our weights in its layout: h rows of d numbers for each expert, or the router's E rows."""
-    rows = weight if name == "w3" else _turned(weight)
+    rows = weight if name == "w3" else weight.mT
     return rows if name == "wg" else rows.flatten(0, 1)
 
 
 def _from_megablocks(shape: tuple[int, int, int], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """Its gradients in our layouts; ``shape`` is (E, h, d)."""
     found = {name: rows if name == "wg" else rows.view(shape) for name, rows in gradients.items()}
-    return {name: rows if name == "w3" else _turned(rows) for name, rows in found.items()}
+    return {name: rows if name == "w3" else rows.mT for name, rows in found.items()}
 
 
 def _fill(leaves: dict[str, Tensor], values: dict[str, Tensor]):
@@ -154,9 +141,9 @@ def sonicmoe(parameters: RoutedExperts) -> Baseline:
     from sonicmoe.enums import ActivationType
 
     leaves = {
-        "wg": _leaf(_turned(parameters.wg)),
+        "wg": _leaf(parameters.wg.mT),
         "w12": _leaf(_interleaved(parameters)),
-        "w3": _leaf(_turned(parameters.w3)),
+        "w3": _leaf(parameters.w3.mT),
     }
     router = _recorded(functional)
 
@@ -185,15 +172,15 @@ def _leaf(weight: Tensor) -> Tensor:
 def _interleaved(parameters: RoutedExperts) -> Tensor:
     """(E, 2 h, d): row 2 i is column i of w1, row 2 i + 1 is column i of w2; (E, h, d) without a w2."""
     if parameters.w2 is None:
-        return _turned(parameters.w1)
-    return torch.stack([_turned(parameters.w1), _turned(parameters.w2)], dim=2).flatten(1, 2)
+        return parameters.w1.mT
+    return torch.stack([parameters.w1.mT, parameters.w2.mT], dim=2).flatten(1, 2)
 
 
 def _from_sonicmoe(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """Its gradients in our layouts."""
     w12 = gradients["w12"]
     found = {"wg": gradients["wg"], "w1": w12[:, 0::2], "w2": w12[:, 1::2], "w3": gradients["w3"]}
-    return {name: _turned(gradient) for name, gradient in found.items()}
+    return {name: gradient.mT for name, gradient in found.items()}
 
 
 class _Recorded:

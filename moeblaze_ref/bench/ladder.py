@@ -16,6 +16,7 @@ from moeblaze_ref.bench import roofline
 from moeblaze_ref.bench.accuracy import Error, worst
 from moeblaze_ref.bench.expected import expert_up as expert_up_by_torch
 from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.structures import HIDDEN
 from moeblaze_ref.runtime import Executor, ceil_div
@@ -37,35 +38,19 @@ NO_BANDS: Constants = (("BAND", 1),)
 
 @dataclass(frozen=True)
 class Step:
-    """One way to make a, b and y_swi.
+    """One way to make a, b and y_swi."""
 
-    Parameters
-    ----------
-    version : str
-        Of ``expert_up.FORWARD_VERSIONS``.
-    idea : str
-        What is different from the step before, or from the whole.
-    constants : tuple of (name, value)
-        With which the version's file is compiled, beside its usual ones.
-    persistent : bool
-        A block for each multiprocessor, which takes tile after tile; otherwise a block for each tile. Of the last
-        version; the others always have a block for each tile.
-    fused : bool
-        Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
-        and torch multiplies that by b.
-    against : str
-        What it is compared with: ``ABOVE``, ``WHOLE``, or ``BELOW``, which the whole is compared with, too.
-    most_tokens : int, optional
-        A layer with more is timed with this many.
-    """
-
-    version: str
-    idea: str
-    constants: Constants = ()
+    version: str  #: of ``expert_up.FORWARD_VERSIONS``
+    idea: str  #: what is different from the step before, or from the whole
+    constants: Constants = ()  #: with which the version's file is compiled, beside its usual ones
+    #: A block for each multiprocessor, which takes tile after tile; otherwise a block for each tile. Of the last
+    #: version; the others always have a block for each tile.
     persistent: bool = True
+    #: Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
+    #: and torch multiplies that by b.
     fused: bool = True
-    against: str = ABOVE
-    most_tokens: int | None = None
+    against: str = ABOVE  #: what it is compared with: this, ``WHOLE`` or ``BELOW``; the whole with the last, too
+    most_tokens: int | None = None  #: a layer with more is timed with this many
 
     def config(self, config: MoEConfig) -> MoEConfig:
         """The layer with no more tokens than the step takes."""
@@ -117,49 +102,18 @@ def most_tiles(config: MoEConfig) -> int:
     return (config.R // rows + min(config.E, config.R)) * ceil_div(config.h, columns)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One step of one layer.
+@dataclass(frozen=True, kw_only=True)
+class Row(TimedRow):
+    """One step of one layer, its version and idea as in `Step`.
 
-    Parameters
-    ----------
-    kind : str
-        "ladder".
-    preset, shape, dtype
-        The layer as it was timed: a name, {L, d, h, E, k}, and the dtype of its activations.
-    version, idea
-        As in `Step`.
-    step_ms, quartiles_ms
-        Median, and first and third quartile.
-    tflops, pct_of_cublas
-        1e12 FLOPs of both products in a second; that in percent of the dense product's rate.
-    ratio_to : dict
-        How many times the rate of what it is compared with: {"the row above": 2.0}, {"the version below": 1.3} or
-        {"the whole": 0.9}; a rate and no time, since the first step may have fewer tokens.
-    error : float
-        As `accuracy.Error`, the largest of a, b and y_swi against plain torch.
-    cublas_tflops, copy_gb_s, hot_cublas_tflops
-        As `roofline.columns`.
-    row_error : float or None
-        As `accuracy.Error`.
+    Its ratios are of rates and not of times, since the first step may have fewer tokens: {"the row above": 2.0}, {"the
+    version below": 1.3} or {"the whole": 0.9}. Its errors are the largest of a, b and y_swi against plain torch.
     """
 
-    kind: str
-    preset: str
-    shape: dict[str, int]
-    dtype: str
     version: str
     idea: str
-    step_ms: float
-    quartiles_ms: tuple[float, float]
-    tflops: float
-    pct_of_cublas: float
-    ratio_to: dict[str, float]
-    error: float
-    cublas_tflops: float
-    copy_gb_s: float
-    hot_cublas_tflops: float
-    row_error: float | None = None
+    tflops: float  #: 1e12 FLOPs of both products in a second
+    pct_of_cublas: float  #: that in percent of the dense product's rate
 
 
 def steps_of(config: MoEConfig, versions: Sequence[str] = ()) -> list[Step]:
@@ -171,21 +125,9 @@ def steps_of(config: MoEConfig, versions: Sequence[str] = ()) -> list[Step]:
 def time_ladder(
     preset: str, config: MoEConfig, steps: Sequence[Step], repetitions: int, device: Device
 ) -> list[dict[str, Any]]:
-    """Time all steps interleaved, each result compared with plain torch.
+    """Time all steps interleaved, each result compared with plain torch: a `Row` as dict for each, in their order.
 
-    Parameters
-    ----------
-    preset, config
-        The layer, and its name in the rows.
-    steps : sequence of Step
-    repetitions : int
-        Of each.
-    device : Device
-
-    Returns
-    -------
-    list of dict
-        One `Row` each, in the order of the steps.
+    ``preset`` is the layer's name in the rows.
     """
     trials = trials_of(config, steps, device)
     errors = _errors(trials)
@@ -193,7 +135,9 @@ def time_ladder(
     contenders = {trial.step: lambda turn, lap, trial=trial: trial.run() for trial in trials}
     samples = take_turns(device.ceilings() | contenders, repetitions, device)
     seen = roofline.columns(ceilings, device.rates(samples))
-    rates = {step: _flops(step.config(config)) / samples[step].median / 1e9 for step in steps}  # TFLOP/s
+    rates = {
+        step: roofline.cost_of("expert_up", step.config(config)).flops / samples[step].median / 1e9 for step in steps
+    }  # TFLOP/s
     return [
         asdict(
             Row(
@@ -214,10 +158,6 @@ def time_ladder(
         )
         for step in steps
     ]
-
-
-def _flops(config: MoEConfig) -> int:
-    return roofline.cost_of("expert_up", config).flops
 
 
 def _ratio(rates: Mapping[Step, float], step: Step) -> dict[str, float]:
@@ -257,11 +197,7 @@ class Trial:
         a, b, y_swi, act_a = map(self.bridge.tensor, (a, b, y_swi, act_a))
         if act_a is not None:
             y_swi = act_a if b is None else act_a * b
-        return _made(a, b, y_swi)
-
-
-def _made(*results: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(result for result in results if result is not None)
+        return tuple(made for made in (a, b, y_swi) if made is not None)
 
 
 def trials_of(config: MoEConfig, steps: Sequence[Step], device: Device) -> list[Trial]:

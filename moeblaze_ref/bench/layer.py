@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda.layer import default_version
 from moeblaze_ref.bench import accuracy, baselines, foreign, roofline, routing, timed_systems
+from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.bench.timed_systems import GRAPHED, OURS, OWN
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory import measure
@@ -20,7 +21,7 @@ from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.ceilings import Ceilings
-from moeblaze_ref.runtime.clock import Contender, Lap, Samples, replayed, take_turns
+from moeblaze_ref.runtime.clock import Lap, Samples, replayed, take_turns
 from moeblaze_ref.runtime.device import Device, NoGraph
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
@@ -31,30 +32,15 @@ GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing
 
 @dataclass(frozen=True)
 class Choice:
-    """Systems, policies and routings to time.
+    """Systems, policies and routings to time."""
 
-    Parameters
-    ----------
-    systems : sequence of str
-        Of ``timed_systems.SYSTEMS``; `systems_to_time` says which of them a layer is timed on.
-    policies : sequence of str
-        Of ``config.POLICIES``: one row of each of `OWN` for each.
-    version : str, optional
-        Of `OWN`. Default: the layer's own.
-    routing : str
-        One of ``routing.ROUTINGS``; any but "uniform" is timed interleaved with that.
-    capacity_factor : float
-        Of the system of that name.
-    repetitions : int
-        Of each row.
-    """
-
+    #: Of ``timed_systems.SYSTEMS``; `systems_to_time` says which of them a layer is timed on.
     systems: Sequence[str] = (OURS, GRAPHED, "grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
-    policies: Sequence[str] = ("minimal",)
-    version: str | None = None
-    routing: str = "uniform"
-    capacity_factor: float = DEFAULT_FACTOR
-    repetitions: int = 15
+    policies: Sequence[str] = ("minimal",)  #: of ``config.POLICIES``: one row of each of `OWN` for each
+    version: str | None = None  #: of `OWN`; by default the layer's own
+    routing: str = "uniform"  #: one of ``routing.ROUTINGS``; any other is timed interleaved with this one
+    capacity_factor: float = DEFAULT_FACTOR  #: of the system ``capacity``
+    repetitions: int = 15  #: of each row
 
 
 class Subject(NamedTuple):
@@ -65,83 +51,35 @@ class Subject(NamedTuple):
     routing: str
 
 
-@dataclass(frozen=True)
-class Row:
-    """One system on one layer.
+@dataclass(frozen=True, kw_only=True)
+class Row(TimedRow):
+    """One system on one layer, forward and backward. Its ratios are to each other system but `OWN` on its routing."""
 
-    Parameters
-    ----------
-    kind : str
-        "layer".
-    preset, shape, dtype
-        The layer: a name, {L, d, h, E, k}, and the dtype of its activations and weights.
-    system, policy, version, routing
-        What ran, and where the router sent the tokens; who has no policies has none, nor a version who has no versions.
-    step_ms, quartiles_ms
-        A forward and a backward: median, and first and third quartile.
-    fwd_ms, bwd_ms
-        Medians of both parts.
-    graph_ms : float or None
-        The same step replayed as a CUDA graph, without the host; None for large layers, where no graph can be made, and
-        of `GRAPHED`, whose step launches graphs.
-    kept_bytes : int or None
-        What autograd keeps for the backward, weights excluded. None of `GRAPHED`: its graphs hold what they need from
-        their capture on, and a step keeps and allocates next to nothing.
-    peak_bytes : int or None
-        The most that is allocated at one time in a step, weights excluded; input and gradients included. None of
-        `GRAPHED`.
-    error : float
-        As `accuracy.worst_error` has it of whole tensors; of ``capacity`` over the choices that it should compute.
-    roofline_ms, pct_of_roofline
-        Of `roofline.layer_roofline_ms`; the roofline over the median, in percent.
-    pct_of_cublas, pct_of_hot_cublas : float
-        FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and interleaved.
-        Of rows that are dropped there are none, and those of padding do not count.
-    ratio_to : dict
-        How many times as fast as each other system but `OWN` on the same routing: {"grouped_mm": 1.3}.
-    time_over_uniform : float or None
-        The median over that of the same system on uniform routing; None on uniform routing itself.
-    cublas_tflops, copy_gb_s, hot_cublas_tflops
-        As `roofline.columns`.
-    row_error : float or None
-        As `accuracy.worst_error` has it of rows.
-    activation : str
-        One of ``config.ACTIVATIONS``.
-    capacity_factor : float or None
-        Of ``capacity``.
-    dropped_rows, lost_tokens, padding_rows : int or None
-        As `timed_systems.losses` has it of the input that is compared.
-    """
-
-    kind: str
-    preset: str
-    shape: dict[str, int]
-    dtype: str
     system: str
-    policy: str | None
+    policy: str | None  #: None of a system without policies; so is ``version``
     version: str | None
-    routing: str
-    step_ms: float
-    quartiles_ms: tuple[float, float]
-    fwd_ms: float
+    routing: str  #: where the router sent the tokens
+    fwd_ms: float  #: medians of both parts
     bwd_ms: float
+    #: The same step replayed as a CUDA graph, without the host; None for large layers, where no graph can be made, and
+    #: of `GRAPHED`, whose step launches graphs.
     graph_ms: float | None
+    #: What autograd keeps for the backward, weights excluded. None of `GRAPHED`: its graphs hold what they need from
+    #: their capture on, and a step keeps and allocates next to nothing.
     kept_bytes: int | None
+    #: The most that is allocated at a time in a step, weights excluded; input and gradients included. None of
+    #: `GRAPHED`.
     peak_bytes: int | None
-    error: float
-    roofline_ms: float
-    pct_of_roofline: float
+    roofline_ms: float  #: of `roofline.layer_roofline_ms`
+    pct_of_roofline: float  #: the roofline over the median
+    #: FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and interleaved.
+    #: Of rows that are dropped there are none, and those of padding do not count.
     pct_of_cublas: float
     pct_of_hot_cublas: float
-    ratio_to: dict[str, float]
-    time_over_uniform: float | None
-    cublas_tflops: float
-    copy_gb_s: float
-    hot_cublas_tflops: float
-    row_error: float | None = None
-    activation: str = "swiglu"  # of every row from before this column
-    capacity_factor: float | None = None
-    dropped_rows: int | None = None
+    time_over_uniform: float | None  #: the median over that of the same system on uniform routing; None on that itself
+    activation: str = "swiglu"  #: of every row from before this column
+    capacity_factor: float | None = None  #: of ``capacity``, whose errors are over the choices that it should compute
+    dropped_rows: int | None = None  #: this and the next two as `timed_systems.losses` of the input that is compared
     lost_tokens: int | None = None
     padding_rows: int | None = None
 
@@ -159,21 +97,8 @@ def systems_to_time(config: MoEConfig, choice: Choice) -> list[str]:
 class Scene:
     """The weights, tokens and systems of one layer; every timed step starts from them.
 
-    Parameters
-    ----------
-    config : MoEConfig
-        dtype float32, bfloat16 or float16, as the systems take it.
-    choice : Choice
-    device : Device
-
-    Attributes
-    ----------
-    layer : RoutedExperts
-        Whose weights all have.
-    modules : dict of str to nn.Module
-        Of the other systems of ``moeblaze_ref.nn.systems`` that were chosen.
-    baselines : dict of str to Baseline
-        Of the layers of other projects that were chosen.
+    The layer's dtype is float32, bfloat16 or float16, as the systems take it. All have the weights of ``layer``.
+    ``modules`` are the chosen systems of ``moeblaze_ref.nn.systems``, ``baselines`` the layers of other projects.
 
     Raises
     ------
@@ -242,36 +167,17 @@ class Scene:
         lap()
         return torch.autograd.grad(out, [x, *self.weights(subject).leaves.values()], self.d_out)
 
-    def contender(self, subject: Subject) -> Contender:
-        """`step` as something to be timed: its results are dropped."""
-
-        def contend(turn, lap):
-            self.step(subject, turn, lap)
-
-        return contend
-
 
 def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -> list[dict[str, Any]]:
-    """Time one layer with every chosen system, policy and routing, interleaved.
+    """Time one layer with every chosen system, policy and routing, interleaved: a `Row` as dict for each.
 
-    Parameters
-    ----------
-    preset : str
-        The name in the rows.
-    config : MoEConfig
-    choice : Choice
-    device : Device
-
-    Returns
-    -------
-    list of dict
-        One `Row` each.
+    ``preset`` is the layer's name in the rows.
     """
     torch.compiler.reset()  # what was compiled for another layer would count against torch's limit of recompilations
     scene = Scene(config, choice, device)
     subjects = scene.subjects()
     errors = {subject: _error(scene, subject) for subject in subjects}
-    contenders = {subject: scene.contender(subject) for subject in subjects}
+    contenders = {subject: partial(scene.step, subject) for subject in subjects}
     ceilings = device.rested
     samples = take_turns(device.ceilings() | contenders, choice.repetitions, device)
     hot = device.rates(samples)
@@ -343,7 +249,8 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
     """The columns that come from the clock."""
     mine = samples[subject]
     beside = {other: taken.median / mine.median for other, taken in samples.items() if isinstance(other, Subject)}
-    ratios = {other.system: ratio for other, ratio in beside.items() if _is_baseline(other, subject)}
+    compared = [other for other in beside if other.system not in (*OWN, subject.system)]
+    ratios = {other.system: beside[other] for other in compared if other.routing == subject.routing}
     uniform = subject._replace(routing="uniform")
     return {
         "step_ms": mine.median,
@@ -353,11 +260,6 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
         "ratio_to": ratios,
         "time_over_uniform": None if subject == uniform else 1 / beside[uniform],
     }
-
-
-def _is_baseline(other: Subject, subject: Subject) -> bool:
-    """Return True if the other is a system that this one is compared with."""
-    return other.system not in (*OWN, subject.system) and other.routing == subject.routing
 
 
 def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float]:

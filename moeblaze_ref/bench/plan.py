@@ -37,46 +37,22 @@ TAKEN_BY = {option: ("layer",) for option in ("policies", "systems", "routing", 
 class Request:
     """A user's request; None or an empty sequence stands for the default.
 
-    Parameters
-    ----------
-    presets : sequence of str
-        Names, or "all" for ``LAYER_PRESETS``.
-    tokens : int, optional
-        L, in place of that of each preset.
-    policies, systems, routing, capacity_factor
-        Of a layer: see `layer.Choice`; systems may be named as `timed_systems.named` knows them.
-    stages : sequence of str
-        Of a step: see `roofline.stages_of`.
-    versions : sequence of str
-        Of the kernels; of a layer at most one.
-    repetitions : int
-        Of each row.
+    Policies, systems, routing and capacity_factor are of a layer, see `layer.Choice`; stages are of a step.
     """
 
-    presets: Sequence[str] = ()
-    tokens: int | None = None
+    presets: Sequence[str] = ()  #: names, or "all" for ``LAYER_PRESETS``
+    tokens: int | None = None  #: L, in place of that of each preset
     policies: Sequence[str] = ()
-    systems: Sequence[str] = ()
+    systems: Sequence[str] = ()  #: as `timed_systems.named` knows them
     routing: str | None = None
     capacity_factor: float | None = None
-    stages: Sequence[str] = ()
-    versions: Sequence[str] = ()
-    repetitions: int = 15
+    stages: Sequence[str] = ()  #: of `roofline.stages_of`
+    versions: Sequence[str] = ()  #: of the kernels; of a layer at most one
+    repetitions: int = 15  #: of each row
 
 
 def jobs(kind: str, request: Request) -> list[Job]:
-    """One job for each layer, or for each stage of each layer.
-
-    Parameters
-    ----------
-    kind : str
-        One of ``KINDS``.
-    request : Request
-
-    Returns
-    -------
-    list of callable
-        Each takes the keyword ``device`` and returns rows as dicts.
+    """One job for each layer, or for each stage of each layer: it takes the keyword ``device`` and returns rows.
 
     Raises
     ------
@@ -86,7 +62,7 @@ def jobs(kind: str, request: Request) -> list[Job]:
     checks.check_name("kind of benchmark", kind, KINDS)
     for option, kinds in TAKEN_BY.items():
         if getattr(request, option) not in (None, ()) and kind not in kinds:
-            raise ValueError(f"{option} {_said(getattr(request, option))}: only bench {' or '.join(kinds)} has any")
+            raise ValueError(f"{_said(option, getattr(request, option))}: only bench {' or '.join(kinds)} takes it")
     checks.check_int("repetitions", request.repetitions, at_least=1)
     if request.tokens is not None:
         checks.check_int("L", request.tokens, at_least=1)
@@ -118,8 +94,20 @@ def gpu() -> Gpu:
     return Gpu()
 
 
-def _said(value: str | float | Sequence[str]) -> str:
-    return ", ".join(value) if isinstance(value, tuple | list) else str(value)
+# What `moeblaze bench` calls the fields of a request.
+OPTIONS = {
+    "policies": "--policy",
+    "systems": "--system",
+    "routing": "--routing",
+    "capacity_factor": "--capacity-factor",
+    "stages": "--stage",
+    "versions": "--kernel",
+}
+
+
+def _said(option: str, value: str | float | Sequence[str]) -> str:
+    """Return an option as it is typed, with its value."""
+    return f"{OPTIONS[option]} {', '.join(value) if isinstance(value, tuple | list) else value}"
 
 
 def layers(request: Request, default: Sequence[tuple[str, int | None]]) -> list[tuple[str, MoEConfig]]:
@@ -142,7 +130,7 @@ def _layer_jobs(request: Request) -> list[Job]:
         checks.check_name("policy", name, POLICIES)
     systems = tuple(dict.fromkeys(map(timed_systems.named, request.systems)))
     if len(request.versions) > 1:
-        raise ValueError(f"versions {_said(request.versions)}: a layer runs on one version")
+        raise ValueError(f"{_said('versions', request.versions)}: a layer runs on one version")
     _check_owners(request, systems or whole_layer.Choice.systems)
     given: dict[str, Any] = {
         "systems": systems,
@@ -159,7 +147,7 @@ def _layer_jobs(request: Request) -> list[Job]:
     checks.check_name("routing", choice.routing, routing.ROUTINGS)
     timed = [(name, config) for name, config in layers(request, ALL) if whole_layer.systems_to_time(config, choice)]
     if not timed:
-        raise ValueError(f"systems {_said(choice.systems)}: no layer that is asked for is small enough for graphs")
+        raise ValueError(f"{_said('systems', choice.systems)}: no layer that is asked for is small enough for graphs")
     return [partial(whole_layer.time_layer, name, config, choice) for name, config in timed]
 
 
@@ -168,9 +156,7 @@ def _check_owners(request: Request, systems: Sequence[str]):
     for option, owners in (("policies", OWN), ("versions", OWN), ("capacity_factor", ("capacity",))):
         asked = getattr(request, option)
         if asked not in (None, ()) and not set(owners).intersection(systems):
-            raise ValueError(
-                f"{option} {_said(asked)}: only {' or '.join(owners)} has any, and is not among the systems"
-            )
+            raise ValueError(f"{_said(option, asked)}: only {' or '.join(owners)} takes it; name one by --system")
     if request.capacity_factor is not None:
         check_factor(request.capacity_factor)
 
@@ -183,7 +169,7 @@ def _stage_jobs(request: Request) -> list[Job]:
             if versions := _versions(request, stage, config):
                 jobs.append(_stage_job(name, config, stage, versions, request))
     if not jobs:
-        raise ValueError(f"versions {_said(request.versions)}: no stage that is asked for has such a version")
+        raise ValueError(f"{_said('versions', request.versions)}: no stage that is asked for has such a version")
     return jobs
 
 
@@ -215,7 +201,7 @@ def _ladder_jobs(request: Request) -> list[Job]:
 
 def _counter_jobs(request: Request) -> list[Job]:
     if request.versions:
-        raise ValueError(f"versions {_said(request.versions)}: bench counters has all of them")
+        raise ValueError(f"{_said('versions', request.versions)}: bench counters has all of them")
     return [partial(counters.count, name, config) for name, config in layers(request, COUNTED)]
 
 

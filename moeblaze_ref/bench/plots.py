@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moeblaze_ref.bench.report import label
+from moeblaze_ref.core.drawing import heading, panels
 from moeblaze_ref.core.units import GIB
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
 
@@ -23,10 +24,7 @@ def pictured(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
     """Two panels of bars, a group for each preset and a bar for each system and policy.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        `layer.Row`, of any number of runs; see `pictured`.
+    The rows are `layer.Row` s of any number of runs; see `pictured`.
 
     Returns
     -------
@@ -42,8 +40,8 @@ def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
     if not rows:
         raise ValueError("rows is empty, but it must hold at least one")
     presets, systems = (list(dict.fromkeys(map(of, rows))) for of in (lambda row: row["preset"], label))
-    figure = Figure(figsize=(11, 1.2 + len(presets) * max(0.9, 0.2 * len(systems))), layout="constrained")
-    times, memory = figure.subplots(1, 2, sharey=True)
+    tall = 1.2 + len(presets) * max(0.9, 0.2 * len(systems))
+    figure, (times, memory) = panels(11, tall, 1, 2, sharey=True)
     for number, (system, color) in enumerate(zip(systems, COLORS, strict=False)):
         runs = _runs_of([row for row in rows if label(row) == system])
         places = [presets.index(name) + 0.8 * (number + 0.5) / len(systems) - 0.4 for name in runs]
@@ -82,6 +80,5 @@ def _name_times(axes, bars, worst, best):
 def _dress(axes, presets, title, xlabel):
     axes.set_yticks(range(len(presets)), presets)
     axes.set_ylim(len(presets) - 0.5, -0.5)  # the first preset on top
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left", fontsize="medium")
+    heading(axes, title)
     axes.set_xlabel(xlabel)

@@ -10,10 +10,13 @@ from moeblaze_ref.bench import accuracy
 from moeblaze_ref.core.units import GB, KIB, MIB
 
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], str]]
+Column = tuple[str, Callable[[Any], str]]
 
 # Columns that are no numbers.
-WORDS = ("preset", "activation", "system", "stage", "version", "routing", "bound", "idea", "kernel", "warps wait for")
+WORDS = (
+    *("preset", "activation", "system", "stage", "version", "routing", "bound", "idea", "kernel", "warps wait for"),
+    *("groups", "weights", "tile"),
+)
 
 
 def label(row: Row) -> str:
@@ -139,10 +142,10 @@ def columns_of(rows: Sequence[Row]) -> list[Column]:
     return [column for column in (*columns, *ratios) if any(column[1](row) for row in rows)]
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table for the terminal."""
+def table(rows: Sequence[Any], columns: Sequence[Column] = ()) -> Table:
+    """Return the rows as a table for the terminal, by default with the columns of their kind."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = columns_of(rows)
+    columns = columns or columns_of(rows)
     for heading, _ in columns:
         shown.add_column(heading, justify="left" if heading in WORDS else "right")
     for row in rows:
@@ -160,10 +163,5 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
     """Return the rows whose result is wrong, NaN included."""
-    return [row for row in rows if any(not error <= bound for error, bound in _errors(row))]
-
-
-def _errors(row: Row) -> list[tuple[float, float]]:
-    """The errors that a row has, with their bounds."""
-    bounds = {"error": accuracy.BOUND, "row_error": accuracy.ROW_BOUND}
-    return [(row[name], bound) for name, bound in bounds.items() if row.get(name) is not None]
+    bounds = (("error", accuracy.BOUND), ("row_error", accuracy.ROW_BOUND))
+    return [row for row in rows if any(row.get(name) is not None and not row[name] <= bound for name, bound in bounds)]

@@ -25,18 +25,7 @@ RUN = {"kind", "clocks", "repetitions"}
 
 
 def result(kind: str, rows: Sequence[dict[str, Any]], clocks: str | None, repetitions: int) -> Result:
-    """One run.
-
-    Parameters
-    ----------
-    kind : str
-        One of ``bench.KINDS``.
-    rows : sequence of dict
-        See `layer.Row`, `stages.Row`, `ladder.Row` and `counters.Row`.
-    clocks : str or None
-        Under load, as `Gpu.clocks` says.
-    repetitions : int
-        Of each row.
+    """One run of a kind of ``bench.KINDS``, with its rows and the clocks under load, as `Gpu.clocks` says them.
 
     Returns
     -------
@@ -51,11 +40,7 @@ def result(kind: str, rows: Sequence[dict[str, Any]], clocks: str | None, repeti
 def check_place(path: Path, force: bool = False):
     """Check that a run may be added to the file: it is writable and holds runs of this commit and device only.
 
-    Parameters
-    ----------
-    path : Path
-    force : bool
-        Allow to replace a file of another kind.
+    With ``force`` a file of another kind may be replaced.
 
     Raises
     ------

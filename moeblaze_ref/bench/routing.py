@@ -12,19 +12,8 @@ ROUTINGS = {"uniform": 0.0, "zipf": 1.0}
 def wanted_logits(num_tokens: int, num_experts: int, routing: str, device: torch.device | str = "cpu") -> Tensor:
     """Logits (L, E) float32 whose top k draw k distinct experts by their popularity (Gumbel top k).
 
-    Parameters
-    ----------
-    num_tokens, num_experts : int
-        L and E.
-    routing : str
-        One of ``ROUTINGS``: every expert alike, or expert e in proportion to 1 / (e + 1).
-    device
-        Where the logits are made, from torch's generator.
-
-    Raises
-    ------
-    ValueError
-        If the routing is unknown.
+    ``routing`` is one of ``ROUTINGS``: every expert alike, or expert e in proportion to 1 / (e + 1). Any other is a
+    ValueError. The logits are made on ``device``, from torch's generator.
     """
     checks.check_name("routing", routing, ROUTINGS)
     rank = torch.arange(1, num_experts + 1, device=device, dtype=torch.float32)  # (E,)

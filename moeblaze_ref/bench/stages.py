@@ -12,10 +12,10 @@ from moeblaze_ref.bench import roofline
 from moeblaze_ref.bench.accuracy import NOT_COMPARED, worst
 from moeblaze_ref.bench.expected import EXPECTED, results_of
 from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.runtime import Executor, ceil_div
-from moeblaze_ref.runtime.ceilings import Ceilings, Cost
-from moeblaze_ref.runtime.clock import Samples, replayed, take_turns
+from moeblaze_ref.runtime.clock import replayed, take_turns
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 
@@ -57,60 +57,26 @@ MODULES = {
     "d_w2": expert_up,
     "gating_backward": gating,
 }
-assert RUN.keys() == {*roofline.FORWARD, *roofline.BACKWARD} == EXPECTED.keys()
+assert RUN.keys() == EXPECTED.keys()
 WITH_TORCH = ("gating", "dispatch", "combine")  # stages that plain torch has too: it is timed beside them
 
 
-@dataclass(frozen=True)
-class Row:
-    """One stage of one layer.
+@dataclass(frozen=True, kw_only=True)
+class Row(TimedRow):
+    """One stage of one layer, on the device's own time. Its ratio and its errors are to plain torch."""
 
-    Parameters
-    ----------
-    kind : str
-        "stage", or the stage's name where plain torch is timed too.
-    preset, shape, dtype
-        The layer: a name, {L, d, h, E, k}, and the dtype of its activations.
-    stage, system, version
-        What ran: one of `roofline.stages_of`, "moeblaze" or "torch", and the version; None where there is no ladder.
-    step_ms, quartiles_ms
-        Median, and first and third quartile, on the device's own time.
-    flops, bytes, bound, roofline_ms, pct_of_roofline
-        Of `ceilings.Cost`; which of both is the roofline; the roofline over the median, in percent.
-    ratio_to : dict
-        How many times as fast as each other system of the stage: {"torch": 2.0}.
-    error : float or None
-        As `accuracy.Error`, of the result against plain torch's; None for torch.
-    cublas_tflops, copy_gb_s, hot_cublas_tflops
-        As `roofline.columns`.
-    row_error : float or None
-        As `accuracy.Error`.
-    """
-
-    kind: str
-    preset: str
-    shape: dict[str, int]
-    dtype: str
-    stage: str
-    system: str
-    version: str | None
-    step_ms: float
-    quartiles_ms: tuple[float, float]
-    flops: int
+    stage: str  #: one of `roofline.stages_of`
+    system: str  #: "moeblaze" or "torch"
+    version: str | None  #: None of a stage with one version
+    flops: int  #: as `ceilings.Cost`, like the bytes
     bytes: int
-    bound: str
+    bound: str  #: which of both is the roofline
     roofline_ms: float
-    pct_of_roofline: float
-    ratio_to: dict[str, float]
-    error: float | None
-    cublas_tflops: float
-    copy_gb_s: float
-    hot_cublas_tflops: float
-    row_error: float | None = None
+    pct_of_roofline: float  #: the roofline over the median
 
 
 def versions_of(stage: str, dtype: str) -> list[str | None]:
-    """The versions of a stage that compute in this dtype; one without a name where there is no ladder."""
+    """The versions of a stage that compute in this dtype; None if it has but one."""
     if stage not in MODULES:
         return [None]
     versions = MODULES[stage].VERSIONS
@@ -143,27 +109,9 @@ def time_stage(
 ) -> list[dict[str, Any]]:
     """Time several versions of one stage, interleaved, by replays of CUDA graphs, and compare each result with torch's.
 
-    Parameters
-    ----------
-    preset, config
-        The layer, and its name in the rows.
-    stage : str
-        One of `roofline.stages_of`.
-    versions : sequence of str or None
-        Of `versions_of`.
-    repetitions : int
-        Replays of each.
-    device : Device
-    beside_torch : bool
-        Time plain torch too; of ``WITH_TORCH`` alone.
+    ``preset`` is the layer's name in the rows. ``stage`` is one of `roofline.stages_of`, ``versions`` are of
+    `versions_of`; ``beside_torch`` times plain torch too, of ``WITH_TORCH`` alone. Returns a `Row` as dict for each.
 
-    Returns
-    -------
-    list of dict
-        One `Row` each.
-
-    Notes
-    -----
     A graph holds one call for each of as many inputs as fill the L2 cache twice, and every call has outputs of its
     own, so that each finds its inputs in memory.
     """
@@ -173,24 +121,39 @@ def time_stage(
     works: dict[Subject, Callable[[], Any]] = {
         (OURS, version): partial(run_ours, stage, version, sets, bridge) for version in versions
     }
-    errors: dict[Subject, dict[str, Any]] = {
-        (OURS, version): error for version, error in _errors(stage, versions, sets[0], bridge).items()
-    }
+    errors = _errors(stage, versions, sets[0], bridge)
     if beside_torch:
-        works[TORCH, None] = partial(_run_torch, stage, sets)
+        works[TORCH, None] = lambda: [EXPECTED[stage](inputs) for inputs in sets]
         errors[TORCH, None] = NOT_COMPARED
     contenders = {subject: replayed(device.captured(work)) for subject, work in works.items()}
     ceilings = device.rested
     samples = take_turns(device.ceilings() | contenders, repetitions, device)
-    head: dict[str, Any] = {
-        "kind": stage if beside_torch else "stage",
-        "preset": preset,
-        "shape": config.sizes,
-        "dtype": config.dtype,
-    }
-    head |= {"stage": stage, **_roofline(cost, ceilings), **roofline.columns(ceilings, device.rates(samples))}
+    rates = roofline.columns(ceilings, device.rates(samples))
     times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
-    return [asdict(Row(**head, **_time(subject, times, head["roofline_ms"]), **errors[subject])) for subject in works]
+    return [
+        asdict(
+            Row(
+                kind=stage if beside_torch else "stage",
+                preset=preset,
+                shape=config.sizes,
+                dtype=config.dtype,
+                stage=stage,
+                system=system,
+                version=version,
+                step_ms=took.median,
+                quartiles_ms=took.quartiles,
+                flops=cost.flops,
+                bytes=cost.bytes,
+                bound=ceilings.bound(cost),
+                roofline_ms=ceilings.roofline_ms(cost),
+                pct_of_roofline=100 * ceilings.roofline_ms(cost) / took.median,
+                ratio_to={TORCH: times[TORCH, None].median / took.median} if beside_torch and system == OURS else {},
+                **errors[system, version],
+                **rates,
+            )
+        )
+        for (system, version), took in times.items()
+    ]
 
 
 def input_sets(bytes_moved: int, cache_bytes: int) -> int:
@@ -199,49 +162,18 @@ def input_sets(bytes_moved: int, cache_bytes: int) -> int:
 
 
 def run_ours(stage: str, version: str | None, sets: Sequence[Inputs], bridge: Bridge) -> list[Any]:
-    """Our results of a stage on a version, None where there is no ladder, for each of the inputs."""
+    """Our results of a stage on a version (None: its only one) for each of the inputs."""
     options = {"executor": bridge.executor} | ({} if version is None else {"version": version})
     with bridge.running():
         return [RUN[stage](inputs, **options) for inputs in sets]
 
 
-def _run_torch(stage: str, sets: Sequence[Inputs]) -> list[tuple[torch.Tensor, ...]]:
-    return [EXPECTED[stage](inputs) for inputs in sets]
-
-
 def _errors(
     stage: str, versions: Sequence[str | None], inputs: Inputs, bridge: Bridge
-) -> dict[str | None, dict[str, Any]]:
+) -> dict[Subject, dict[str, Any]]:
     """The columns of each version's error."""
-    expected = EXPECTED[stage](inputs)
-
-    def error(version):
+    expected, errors = EXPECTED[stage](inputs), {}
+    for version in versions:
         (result,) = run_ours(stage, version, [inputs], bridge)
-        return worst(results_of(stage, result, bridge), expected)
-
-    return {version: error(version).columns for version in versions}
-
-
-def _roofline(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
-    """The columns of a row that all rows of a stage share."""
-    return {
-        "flops": cost.flops,
-        "bytes": cost.bytes,
-        "bound": ceilings.bound(cost),
-        "roofline_ms": ceilings.roofline_ms(cost),
-    }
-
-
-def _time(subject: Subject, times: dict[Any, Samples], roofline_ms: float) -> dict[str, Any]:
-    """The columns that are a row's own."""
-    system, version = subject
-    took = times[subject].median
-    ratios = {} if system == TORCH or (TORCH, None) not in times else {TORCH: times[TORCH, None].median / took}
-    return {
-        "system": system,
-        "version": version,
-        "step_ms": took,
-        "quartiles_ms": times[subject].quartiles,
-        "pct_of_roofline": 100 * roofline_ms / took,
-        "ratio_to": ratios,
-    }
+        errors[OURS, version] = worst(results_of(stage, result, bridge), expected).columns
+    return errors

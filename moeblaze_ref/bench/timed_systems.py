@@ -36,13 +36,7 @@ ALSO_CALLED = {"torch_grouped": "grouped_mm"}  # rows have the second name
 
 
 def named(name: str) -> str:
-    """The system of a name that a user gives.
-
-    Raises
-    ------
-    ValueError
-        If there is none; the message says which there are.
-    """
+    """The system of a name that a user gives; an unknown one is a ValueError that says which there are."""
     return ALSO_CALLED.get(name, checks.check_name("system", name, (*SYSTEMS, *ALSO_CALLED)))
 
 

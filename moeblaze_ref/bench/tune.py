@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.backends.registry import refusal
-from moeblaze_ref.bench import plan, stages
+from moeblaze_ref.bench import plan, report, stages
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.bench.roofline import cost_of
 from moeblaze_ref.core import checks, provenance, records
@@ -32,40 +32,22 @@ LEAST_GAIN = 1.02  # over the default: less is noise
 
 @dataclass(frozen=True)
 class Time:
-    """Time of one tile.
-
-    Parameters
-    ----------
-    preset : str
-    version, kernel, groups, weights
-        See `tiles.KEY`.
-    tile : MmaTile or HopperTile
-    ms : float
-        Median, on the device's own time.
-    """
+    """Time of one tile."""
 
     preset: str
-    version: str
+    version: str  #: this and the next three as in `tiles.KEY`
     kernel: str
     groups: str
     weights: str
     tile: tiles.Tile
-    ms: float
+    ms: float  #: median, on the device's own time
 
 
 def jobs(presets: Sequence[str], tokens: int | None, versions: Sequence[str], repetitions: int) -> list[Callable]:
     """One job for each layer, version and kernel; each takes the keyword ``device`` and returns `Time` s.
 
-    Parameters
-    ----------
-    presets : sequence of str
-        Names, or none for ``SHAPES``.
-    tokens : int, optional
-        L, in place of that of each preset.
-    versions : sequence of str
-        Of ``tiles.CANDIDATES``; none stands for those that run here.
-    repetitions : int
-        Of each tile.
+    Without presets the layers are those of ``SHAPES``, without versions those of ``tiles.CANDIDATES`` that run here.
+    ``tokens`` stands in place of L of each preset.
 
     Raises
     ------
@@ -105,18 +87,7 @@ def _in_dtype_of(version: str, config: MoEConfig) -> MoEConfig:
 def time_tiles(
     preset: str, config: MoEConfig, version: str, kernel: str, repetitions: int, device: Device
 ) -> list[Time]:
-    """Time one kernel in every candidate tile, interleaved, by replays of CUDA graphs.
-
-    Parameters
-    ----------
-    preset, config
-        The layer, and its name.
-    version, kernel : str
-        Of ``tiles.CANDIDATES`` and ``tiles.KERNELS``.
-    repetitions : int
-        Of each tile.
-    device : Device
-    """
+    """Time one kernel in every candidate tile, interleaved, by replays of CUDA graphs."""
     stage, bridge = STAGE_OF_KERNEL[kernel], bridge_to(device.torch_device)
     count = stages.input_sets(cost_of(stage, config).bytes, device.cache_bytes)
     sets = [Inputs(config, bridge, device.torch_device) for _ in range(count)]
@@ -131,10 +102,6 @@ def time_tiles(
 
 def entries(times: Sequence[Time]) -> list[dict[str, Any]]:
     """Return the table's entries: the fastest tile of each kernel and class of layers, if it is not the default.
-
-    Parameters
-    ----------
-    times : sequence of Time
 
     Returns
     -------
@@ -178,13 +145,7 @@ def check_place(path: Path, force: bool = False):
 def add(path: Path, run: dict[str, Any], force: bool = False):
     """Write a run into a table, in the place of an earlier one for the same class of GPU.
 
-    Parameters
-    ----------
-    path : Path
-        Another file that is there is replaced with ``force`` alone.
-    run : dict
-        Of `run_of`.
-    force : bool
+    Another file that is there is replaced with ``force`` alone.
     """
     earlier = records.earlier(path, _runs_of, force) or []
     kept = [other for other in earlier if other["capability"] != run["capability"]]
@@ -199,19 +160,16 @@ def _runs_of(path: Path) -> list[dict[str, Any]]:
 
 def table(times: Sequence[Time]) -> Table:
     """Table of every tile's time and its gain over the default, for the terminal."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("preset", "version", "kernel", "groups", "weights", "tile"):
-        shown.add_column(heading)
-    for heading in ("ms", "gain"):
-        shown.add_column(heading, justify="right")
     base = {
         (time.preset, time.version, time.kernel): time.ms for time in times if time.tile == tiles.DEFAULTS[time.version]
     }
-    for time in times:
-        gain = base[time.preset, time.version, time.kernel] / time.ms
-        words = time.preset, time.version, time.kernel, time.groups, time.weights, _in_short(time.tile)
-        shown.add_row(*words, f"{time.ms:.4g}", f"{gain:.2f}")
-    return shown
+    columns: list[report.Column] = [(name, attrgetter(name)) for name in ("preset", *tiles.KEY)]
+    columns += [
+        ("tile", lambda time: _in_short(time.tile)),
+        ("ms", lambda time: f"{time.ms:.4g}"),
+        ("gain", lambda time: f"{base[time.preset, time.version, time.kernel] / time.ms:.2f}"),
+    ]
+    return report.table(times, columns)
 
 
 def _in_short(tile: tiles.Tile) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
-from moeblaze_ref.cli import terminal
+from moeblaze_ref.cli import memory, terminal
 from moeblaze_ref.core import figures, progress
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.lm import data, plots
@@ -29,20 +29,12 @@ from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import Case
 
 STAGES = ("dispatch", "layer")  # the second runs all the others too
-PLOTS = ("loss", "expert_load", "dispatch_traffic", *terminal.MEMORY_PLOTS)
+PLOTS = ("loss", "expert_load", "dispatch_traffic", *memory.PLOTS)
 WINDOWS = 4  # of validation text that become the input of check and memory
 
 
 def run(steps: int, out: Path, console: Console, force: bool = False) -> list[check.Row]:
-    """The whole demonstration; plots go to ``out``.
-
-    Parameters
-    ----------
-    steps : int
-    out : Path
-    console : Console
-    force : bool
-        Replace files of the plots' names that are no plots of this project.
+    """Run the whole demonstration, and write its plots into the folder ``out``.
 
     Returns
     -------
@@ -154,4 +146,4 @@ def _figures(result: TrainResult, cases: list[Case], layer: MoEConfig, reports) 
     }
     if reports:
         figures["dispatch_traffic"] = traffic.traffic_bars(reports)
-    return figures | terminal.memory_figures(layer, accounts(layer), Assumptions())
+    return figures | memory.drawn(layer, accounts(layer), Assumptions())

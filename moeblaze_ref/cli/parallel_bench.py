@@ -22,7 +22,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref.cli.app import Force, file, stdout, user_errors
+from moeblaze_ref.cli.shared import Force, file, stdout, user_errors
 from moeblaze_ref.core import checks, provenance, source_hashes, traces
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.parallel import findings, measure
@@ -45,39 +45,26 @@ TURNS = 4  # of each map
 class Found:
     """Measured and modelled milliseconds of a step under a placement.
 
-    Parameters
-    ----------
-    name : str
-        Of the map.
-    step_ms, step_p99_ms : float
-        Of the slowest rank, over the steps.
-    modelled_step_ms : float
-        `Costs.step_seconds`.
-    simulated_step_ms : float
-        `simulate.step`, by which `moeblaze place` compares: tokens go from expert to expert, and nothing else takes
-        time.
-    experts_ms, exchange_ms : list of float
-        Of each layer, medians over the steps: the slowest rank's experts, and the slowest rank's way there and back.
-    modelled_experts_ms, modelled_exchange_ms : list of float
-        The same by `Costs`.
+    The experts' and the exchange's are one number a layer, medians over the steps.
     """
 
-    name: str
-    step_ms: float
+    name: str  #: of the map
+    step_ms: float  #: of the slowest rank, the median over the steps
     step_p99_ms: float
-    modelled_step_ms: float
+    modelled_step_ms: float  #: `Costs.step_seconds`
+    #: `simulate.step`, by which `moeblaze place` compares: only tokens that go from expert to expert take time.
     simulated_step_ms: float
-    experts_ms: list[float]
+    experts_ms: list[float]  #: the slowest rank's experts
     modelled_experts_ms: list[float]
-    exchange_ms: list[float]
+    exchange_ms: list[float]  #: the slowest rank's way there and back
     modelled_exchange_ms: list[float]
 
 
 class Taken(NamedTuple):
     """Milliseconds of every rank."""
 
-    whole: np.ndarray  # (ranks, steps)
-    parts: np.ndarray  # (ranks, steps, layers, 3), of ``measure.PARTS``
+    whole: np.ndarray  #: (ranks, steps)
+    parts: np.ndarray  #: (ranks, steps, layers, 3), of ``measure.PARTS``
 
 
 # What is replayed -----------------------------------------------------------------------------------------------------
@@ -140,14 +127,7 @@ def placements_of(
 def replay(placements: Sequence[Placement], windows: list[np.ndarray], d: int, h: int, ranks, dtype) -> list[Taken]:
     """Run the windows under every placement, interleaved, so that drift affects all of them alike.
 
-    Parameters
-    ----------
-    placements : sequence of Placement
-    windows : list of array (ranks * tokens, layers, k)
-        One a step; each rank has its part of every window.
-    d, h : int
-    ranks : MarkedRanks
-    dtype : torch.dtype
+    A step's window is an array (ranks * tokens, layers, k), of which each rank has its part.
     """
     device = ranks.clock.torch_device
     mine = [torch.from_numpy(np.split(window, ranks.size)[ranks.rank].astype(np.int32)) for window in windows]

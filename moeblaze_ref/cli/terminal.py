@@ -1,13 +1,11 @@
-"""Tables of checks for the terminal, and the plots that a command draws."""
+"""Tables of checks for the terminal."""
 
 import math
 
-from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from moeblaze_ref.memory import plots as memory_plots
 from moeblaze_ref.verify.check import Row, passed
 from moeblaze_ref.verify.coverage import Cell, Line
 
@@ -99,22 +97,3 @@ def verdict(rows: list[Row]) -> Text:
     if left_out:
         text += f"; not for this GPU: {', '.join(left_out)}"
     return Text(text, style="bold green" if passed(rows) else "bold red")
-
-
-MEMORY_PLOTS = ("memory_by_tensor", "memory_against_tokens")
-PLACEMENT_PLOTS = ("load_by_gpu", "load_against_crossings")
-
-
-def memory_figures(config, accounts, assumptions) -> dict[str, Figure]:
-    """Return both memory plots of a configuration by their names."""
-    drawn = memory_plots.stacked_bars(accounts), memory_plots.bytes_against_tokens(config, assumptions)
-    return dict(zip(MEMORY_PLOTS, drawn, strict=True))
-
-
-def placement_figures(trials, curve) -> dict[str, Figure]:
-    """Return the load of every GPU, and load against crossings, both of the first split of `moeblaze place`."""
-    from moeblaze_ref.placement import plots
-
-    first = [trial for trial in trials if trial.seed == trials[0].seed]
-    drawn = plots.heat_map(first), plots.load_against_crossings(first, curve)
-    return dict(zip(PLACEMENT_PLOTS, drawn, strict=True))

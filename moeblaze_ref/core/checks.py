@@ -148,7 +148,8 @@ def check_topk_experts(topk_experts: Array, num_experts: int) -> None:
     check_k(k, num_experts)
     check_routed_rows(num_tokens, k)
     if num_tokens:
-        _check_choices(topk_experts, num_experts)
+        check_index("topk_experts", topk_experts, num_experts, "experts")
+        _check_rows(topk_experts)
 
 
 def check_part(topk_experts: Array, num_experts: int, num_routed: int) -> None:
@@ -159,22 +160,11 @@ def check_part(topk_experts: Array, num_experts: int, num_routed: int) -> None:
     check_int("k", k, at_least=1, at_most=MAX_TOP_K)
     check_routed_rows(num_tokens, k)
     check_int("num_routed", num_routed, at_least=0, at_most=num_tokens * k)
-    _check_part(topk_experts, num_experts, num_routed)
-
-
-def _check_part(topk_experts: Array, num_experts: int, num_routed: int) -> None:
-    """Each id is ``EMPTY`` or in range and once in its row; ``num_routed`` are not ``EMPTY``."""
     there = topk_experts != EMPTY
     _refuse("topk_experts", topk_experts, there & _outside(topk_experts, num_experts), num_experts, "experts")
     found = int(there.sum())
     if found != num_routed:
         raise ValueError(f"num_routed is {num_routed}, but topk_experts names {found} experts")
-    _check_rows(topk_experts)
-
-
-def _check_choices(topk_experts: Array, num_experts: int) -> None:
-    """Ids in range, and no expert twice in a row."""
-    check_index("topk_experts", topk_experts, num_experts, "experts")
     _check_rows(topk_experts)
 
 
@@ -331,7 +321,11 @@ def check_dispatch(dispatch: Dispatch) -> None:
     check_index("expert_token_indices", dispatch.expert_token_indices, dispatch.L, "tokens")
     check_index("token_expert_indices", dispatch.token_expert_indices, dispatch.E, "experts")
     check_index("token_index_map", dispatch.token_index_map, dispatch.R, "routed rows")
-    _check_slots(dispatch)
+    # With distinct experts in every token, the map is a permutation: two slots at one position would be of the same
+    # token and the same expert.
+    _check_distinct(dispatch)
+    _check_positions(dispatch)
+    _check_tokens(dispatch)
 
 
 def _check_form(dispatch: Dispatch) -> None:
@@ -345,17 +339,6 @@ def _check_form(dispatch: Dispatch) -> None:
         raise ValueError(f"dispatch has R = {dispatch.R} routed rows, but R must be a multiple of k = {dispatch.k}")
     check_int("E, one less than the expert_token_offsets,", dispatch.E, at_least=1)
     check_offsets(dispatch.expert_token_offsets, dispatch.E, dispatch.R)
-
-
-def _check_slots(dispatch: Dispatch) -> None:
-    """The map leads each slot into its expert's rows and to its token.
-
-    With distinct experts in every token, that makes it a permutation: two slots at one position would be of the
-    same token and the same expert.
-    """
-    _check_distinct(dispatch)
-    _check_positions(dispatch)
-    _check_tokens(dispatch)
 
 
 def _check_distinct(dispatch: Dispatch) -> None:

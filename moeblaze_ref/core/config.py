@@ -129,32 +129,23 @@ def _of_table_1(d: int, E: int, k: int, batch: int, sequence: int) -> Preset:
     return Preset(config, f"MoEBlaze, Table 1: batch {batch} x sequence {sequence:,}")
 
 
+_MODEL_LAYERS = {  # L, d, h, E, k
+    "mixtral": ("one layer of Mixtral-8x7B", (16_384, 4096, 14_336, 8, 2)),
+    "qwen3": ("one layer of Qwen3-30B-A3B", (32_768, 2048, 768, 128, 8)),
+    "fine-grained": (
+        "many narrow experts, the shape where index work and memory traffic dominate",
+        (24_576, 1536, 256, 128, 8),
+    ),
+    "deepseek-v3": ("one layer of DeepSeek-V3, routed experts only", (16_384, 7168, 2048, 256, 8)),
+    "olmoe": ("one layer of OLMoE-1B-7B", (32_768, 2048, 1024, 64, 8)),
+}
 PRESETS = {
     "paper-deepseek": Preset(
         MoEConfig(L=2_000_000, d=6144, h=24_576, E=256, k=4),
         "MoEBlaze section 2, its DeepSeek-scale example; E is not printed there, 256 is ours",
     ),
     **{name: _of_table_1(*row) for name, row in _TABLE_1.items()},
-    "mixtral": Preset(
-        MoEConfig(L=16_384, d=4096, h=14_336, E=8, k=2),
-        "one layer of Mixtral-8x7B; L is ours",
-    ),
-    "qwen3": Preset(
-        MoEConfig(L=32_768, d=2048, h=768, E=128, k=8),
-        "one layer of Qwen3-30B-A3B; L is ours",
-    ),
-    "fine-grained": Preset(
-        MoEConfig(L=24_576, d=1536, h=256, E=128, k=8),
-        "many narrow experts, the shape where index work and memory traffic dominate; L is ours",
-    ),
-    "deepseek-v3": Preset(
-        MoEConfig(L=16_384, d=7168, h=2048, E=256, k=8),
-        "one layer of DeepSeek-V3, routed experts only; L is ours",
-    ),
-    "olmoe": Preset(
-        MoEConfig(L=32_768, d=2048, h=1024, E=64, k=8),
-        "one layer of OLMoE-1B-7B; L is ours",
-    ),
+    **{name: Preset(MoEConfig(*sizes), f"{what}; L is ours") for name, (what, sizes) in _MODEL_LAYERS.items()},
 }
 
 

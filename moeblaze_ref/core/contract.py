@@ -270,11 +270,6 @@ def bodies(kind: type[G], module: ModuleType, **options: Any) -> G:
 def implements(contract: Contract, arrays: Arrays) -> Callable[[Callable[P, R]], Checked[P, R]]:
     """Return a decorator: the function checks its arguments by the contract and takes its docstring from it.
 
-    Parameters
-    ----------
-    contract : Contract
-    arrays : Arrays
-
     Raises
     ------
     TypeError

@@ -19,10 +19,6 @@ def remove(path: str | Path) -> str:
     Folders may be nested to any depth, and may be closed by their modes: each is opened from the one that holds it, and
     only a few are open at a time.
 
-    Parameters
-    ----------
-    path : str or Path
-
     Returns
     -------
     str

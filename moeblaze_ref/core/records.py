@@ -209,19 +209,9 @@ def check_regular(path: Path) -> None:
 
 
 def write(path: Path, content: dict[str, Any], load: Load | None = None, force: bool = False) -> None:
-    """Write ``content`` as JSON, making the folder if need be.
+    """Write ``content`` as JSON, making the folder if need be; parameters and errors as in `replace`.
 
-    Parameters
-    ----------
-    path : Path
-    content : dict
-    load, force
-        As in `replace`. By default any JSON object is replaced.
-
-    Raises
-    ------
-    ValueError, OSError
-        As in `replace`.
+    By default any JSON object is replaced.
     """
     text = json.dumps(content, indent=1) + "\n"
     replace(path, lambda part: part.write_text(text), load or (lambda found: read(found, ())), force)
@@ -289,16 +279,7 @@ def _replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 def earlier(path: Path, load: Load, force: bool = False) -> Any | None:
     """Return what a file holds that is to be added to; None if it holds nothing, or is replaced by ``force``.
 
-    Parameters
-    ----------
-    path : Path
-    load, force
-        As in `check_writable`.
-
-    Raises
-    ------
-    ValueError, OSError
-        What ``load`` raises.
+    Parameters are as in `check_writable`. It raises what ``load`` raises.
     """
     if not path.exists() or is_stream(path) or path.stat().st_size == 0:
         return None

@@ -3,12 +3,12 @@
 The contracts come last, after the checks that they name.
 """
 
-from typing import Protocol
+from dataclasses import replace
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.contract import ROUTING, Arguments, Contract, Structure, Tensor, Value
-from moeblaze_ref.core.stage_contracts import ACTIVATION, DISPATCH, NO_GATE, UNGATED, W1, W2, W3, Dtypes
+from moeblaze_ref.core.stage_contracts import ACTIVATION, DISPATCH, GATES, NO_GATE, UNGATED, W1, W2, W3, Dtypes
 from moeblaze_ref.core.structures import EMPTY, Array, CapacityBins, PaddedBins, Topology
 
 MAX_INT32 = checks.MAX_ROUTED_ROWS  # rows and columns that indices can name, and blocks
@@ -299,23 +299,21 @@ def check_w2(given: Arguments) -> None:
     checks.check_second_projection("w2", given["w2"], is_gated(given["activation"]), given["activation"])
 
 
-class SavedRows(Protocol):
-    """What the forward of such a layer keeps for the backward, as far as it is checked."""
-
-    @property
-    def bins(self) -> PaddedBins | CapacityBins: ...
-    @property
-    def x_rows(self) -> Array: ...
-    @property
-    def activation(self) -> str: ...
-
-
-def check_experts_backward(d_out: Array, w1: Array, w2: Array | None, w3: Array, saved: SavedRows, h: int) -> None:
+def check_experts_backward(
+    bins: PaddedBins | CapacityBins,
+    x_rows: Array,
+    activation: str,
+    h: int,
+    d_out: Array,
+    w1: Array,
+    w2: Array | None,
+    w3: Array,
+) -> None:
     """d_out (L, d) and the experts' weights are of the sizes and the dtype of what a forward into bins has saved."""
-    E, d, same = saved.bins.E, saved.x_rows.shape[-1], (checks.dtype_of(saved.x_rows),)
-    checks.check_tensor("d_out", d_out, {"L": saved.bins.L, "d": d}, same)
+    E, d, same = bins.E, x_rows.shape[-1], (checks.dtype_of(x_rows),)
+    checks.check_tensor("d_out", d_out, {"L": bins.L, "d": d}, same)
     checks.check_tensor("w1", w1, {"E": E, "d": d, "h": h}, same)
-    checks.check_second_projection("w2", w2, is_gated(saved.activation), saved.activation)
+    checks.check_second_projection("w2", w2, is_gated(activation), activation)
     if w2 is not None:
         checks.check_tensor("w2", w2, {"E": E, "d": d, "h": h}, same)
     checks.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, same)
@@ -325,8 +323,7 @@ def check_experts_backward(d_out: Array, w1: Array, w2: Array | None, w3: Array,
 
 BINS = Structure("bins", "PaddedBins", check_bins, "L k P")
 TOPOLOGY = Structure("topology", "Topology", check_topology, "", "Of a matrix (M, N)")
-GATES = Tensor("gates", "L k", ROUTING, "The weight of each slot")
-WEIGHTS_OF_ROWS = Tensor("gates", "L k", ROUTING, "The weight of each slot", optional="if rows are not weighted")
+WEIGHTS_OF_ROWS = replace(GATES, optional="if rows are not weighted")
 VALUES = Tensor("values", "nnz block block", text="The stored blocks, in the order of the block rows")
 A = Tensor("a", "nnz block block", text="x w1")
 B = Tensor("b", "nnz block block", text="x w2", optional=UNGATED)

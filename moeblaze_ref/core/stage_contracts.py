@@ -4,10 +4,9 @@ A layer checks its own arguments, and its stages make the rest: it calls the fun
 """
 
 from dataclasses import replace
-from typing import Protocol
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS, MoEConfig, is_gated
+from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.core.contract import INT32, ROUTING, Arguments, Contract, Structure, Tensor, Value
 from moeblaze_ref.core.structures import EMPTY, HIDDEN, Array, Dispatch
 
@@ -16,23 +15,25 @@ Dtypes = tuple[str, ...]  # those that a tensor may have
 # ---- declared ------------------------------------------------------------------------------------
 
 DISPATCH = Structure("dispatch", "Dispatch", checks.check_dispatch, "L E R k", "The routing")
+TOKENS, WG = Tensor("x", "L d", text="Tokens"), Tensor("wg", "d E", text="The router's weights")
+D_LOGITS = Tensor("d_logits", "L E", ROUTING, "Gradient of the logits")
 
 ROUTER = Contract(
     "Return the router's logits, x wg.",
-    (Tensor("x", "L d", text="Tokens"), Tensor("wg", "d E", text="The router's weights")),
+    (TOKENS, WG),
     (Tensor("logits", "L E", ROUTING),),
     "MoEBlaze, section 2",
 )
 ROUTER_D_X = Contract(
     "Return the gradient of x through the router alone.",
-    (Tensor("d_logits", "L E", ROUTING, "Gradient of the logits"), Tensor("wg", "d E", text="The router's weights")),
+    (D_LOGITS, WG),
     (Tensor("d_x", "L d"),),
     "MoEBlaze, section 2",
     first="wg",
 )
 ROUTER_D_WG = Contract(
     "Return the gradient of wg.",
-    (Tensor("d_logits", "L E", ROUTING, "Gradient of the logits"), Tensor("x", "L d", text="Tokens")),
+    (D_LOGITS, TOKENS),
     (Tensor("d_wg", "d E"),),
     "MoEBlaze, section 2",
     first="x",
@@ -51,7 +52,7 @@ COMBINE_IN_PARTS = Contract(
     "Return the combine of expert outputs of which some columns come after the others; without gates, their sum.",
     (
         Value("parts", "tuple of arrays (R, width)", "All columns of y, or of the rows that sum to the gradient of x"),
-        Tensor("gates", "L k", ROUTING, "The weight of each slot", optional="for the sum"),
+        replace(GATES, optional="for the sum"),
         DISPATCH,
     ),
     (Tensor("out", "L d", text="d is the sum of the widths"),),
@@ -75,7 +76,7 @@ COMBINE_BACKWARD = Contract(
 
 
 def _check_k(given: Arguments) -> None:
-    checks.check_int("E", given["logits"].shape[1], at_least=1)
+    _check_experts(given)
     checks.check_k(checks.check_int("k", given["k"], at_least=1), given["logits"].shape[1])
 
 
@@ -101,13 +102,14 @@ CHOICE = Tensor(
     "Expert ids of each token, distinct in a row",
     values=lambda array, sizes: checks.check_topk_experts(array, sizes["E"]),
 )
+CHOSEN = Tensor("topk_experts", "L k", INT32, "Best first, ties to the lower expert id")
 K = Value("k", "int", "Experts per token, 1..E")
 RENORMALIZE = Value("renormalize", "bool", "Divide the chosen gates of a token by their sum")
 
 TOP_K = Contract(
     "Return the ids of the k largest logits of every token.",
     (LOGITS, K),
-    (Tensor("topk_experts", "L k", INT32, "Best first, ties to the lower expert id"),),
+    (CHOSEN,),
     "MoEBlaze, section 2",
     after=_check_k,
     errors=", k > E",
@@ -122,11 +124,7 @@ SOFTMAX = Contract(
 GATING = Contract(
     "Return the probabilities, the chosen experts and the gates of every token.",
     (LOGITS, K, RENORMALIZE),
-    (
-        PROBS,
-        Tensor("topk_experts", "L k", INT32, "Best first, ties to the lower expert id"),
-        Tensor("gates", "L k", ROUTING, "The chosen probabilities, or those over their sum"),
-    ),
+    (PROBS, CHOSEN, replace(GATES, text="The chosen probabilities, or those over their sum")),
     "MoEBlaze, section 2: TopK(softmax(x Wg)), Wg of shape (d, E)",
     after=_check_k,
     errors=", k > E",
@@ -201,14 +199,7 @@ MADE = Structure("dispatch", "Dispatch", checks.check_dispatch, "L E R k")
 DENSE_MAP = Contract(
     "Return step 1: a row for each token, a column for each expert.",
     (CHOICES, NUM_EXPERTS),
-    (
-        Tensor(
-            "dense_map",
-            "L E",
-            INT32,
-            "Entry (i, e) is i if token i goes to expert e, else ``EMPTY``: L * E * 4 bytes",
-        ),
-    ),
+    (replace(MAP, text="Entry (i, e) is i if token i goes to expert e, else ``EMPTY``: L * E * 4 bytes"),),
     STEP_1,
     whole=lambda dtypes, **given: checks.check_topk_experts(**given),
     errors=BAD_CHOICES,
@@ -241,12 +232,10 @@ LOCATION_MAP = Contract(
     "Return step 3 as printed, first phase: where each token goes in the order of each expert.",
     (MAP, OFFSETS),
     (
-        Tensor(
-            "location_map",
-            "L E",
-            INT32,
-            "Entry (i, e) is offsets[e] plus the number of tokens before i that go to expert e: the position of token "
-            "i if it goes there too. The dense map says whether it does",
+        replace(
+            LOCATIONS,
+            text="Entry (i, e) is offsets[e] plus the number of tokens before i that go to expert e: the position of "
+            "token i if it goes there too. The dense map says whether it does",
         ),
     ),
     f"{STEP_3}: the exclusive scan of each column, plus the expert's offset. `route_indices` does both phases at once",
@@ -542,37 +531,6 @@ def _check_offsets_of(offsets: Array, dense_map: Array) -> None:
     valid_offsets[:1] = 0
     valid_offsets[1:] = (dense_map != EMPTY).sum(axis=0).cumsum()
     checks.check_equal("offsets", offsets, valid_offsets)
-
-
-class Weights(Protocol):
-    """The parameters of a layer."""
-
-    @property
-    def wg(self) -> Array: ...
-    @property
-    def w1(self) -> Array: ...
-    @property
-    def w2(self) -> Array | None: ...
-    @property
-    def w3(self) -> Array: ...
-
-
-def check_layer(x: Array, weights: Weights, k: int, activation: str, dtypes: Dtypes) -> None:
-    """x (L, d), the weights (wg, w1, w2, w3), k and the activation describe one layer."""
-    gated = is_gated(activation)
-    checks.check_second_projection("w2", weights.w2, gated, activation)
-    checks.check_tensor("x", x, {"L": None, "d": None}, dtypes)
-    num_tokens, d = x.shape
-    same = (checks.dtype_of(x),)
-    checks.check_tensor("wg", weights.wg, {"d": d, "E": None}, same)
-    num_experts = weights.wg.shape[1]
-    checks.check_tensor("w1", weights.w1, {"E": num_experts, "d": d, "h": None}, same)
-    h = weights.w1.shape[2]
-    if gated:
-        checks.check_tensor("w2", weights.w2, {"E": num_experts, "d": d, "h": h}, same)
-    checks.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
-    # The configuration checks the sizes, k and R.
-    MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=checks.dtype_of(x))
 
 
 def tensors() -> dict[str, Tensor]:

@@ -23,6 +23,11 @@ _array_names: Callable[[Any], tuple[str, ...]] = cache(
 )
 
 
+def _extent(array: Array, axis: int = 0) -> int:
+    extent: int = array.shape[axis]
+    return extent
+
+
 class Gating(NamedTuple):
     """What the router decided for every token (MoEBlaze, section 2)."""
 
@@ -47,6 +52,23 @@ class IndexArrays:
     def map(self, convert: Callable[[Array], Array]) -> Self:
         """The same with every array converted, such as to another backend's kind."""
         return replace(self, **{name: convert(array) for name, array in self.arrays().items()})
+
+
+class Bins(IndexArrays):
+    """Where a system puts the rows of the slots (token, j), which are row-major (L, k)."""
+
+    rows: Array
+    k: int
+
+    @cached_property
+    def R(self) -> int:
+        """Routed rows."""
+        return _extent(self.rows)
+
+    @cached_property
+    def L(self) -> int:
+        """Tokens."""
+        return self.R // self.k
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +100,12 @@ class Dispatch(IndexArrays):
     @cached_property
     def R(self) -> int:
         """Routed rows."""
-        shape: tuple[int, ...] = self.expert_token_indices.shape
-        return shape[0]
+        return _extent(self.expert_token_indices)
 
     @cached_property
     def slots(self) -> int:
         """L * k."""
-        shape: tuple[int, ...] = self.token_index_map.shape
-        return shape[0]
+        return _extent(self.token_index_map)
 
     @cached_property
     def L(self) -> int:
@@ -95,8 +115,7 @@ class Dispatch(IndexArrays):
     @cached_property
     def E(self) -> int:
         """Experts."""
-        shape: tuple[int, ...] = self.expert_token_offsets.shape
-        return shape[0] - 1
+        return _extent(self.expert_token_offsets) - 1
 
 
 STRUCTURES = tuple(field.name for field in fields(Dispatch) if field.name != "k")  # by their paper names
@@ -106,8 +125,10 @@ STRUCTURES = tuple(field.name for field in fields(Dispatch) if field.name != "k"
 
 
 @dataclass(frozen=True, eq=False)
-class PaddedBins(IndexArrays):
+class PaddedBins(Bins):
     """Where MegaBlocks puts the routed rows: every expert's group padded to whole blocks; all arrays are int32.
+
+    R and L are as in `Bins`.
 
     Parameters
     ----------
@@ -129,28 +150,15 @@ class PaddedBins(IndexArrays):
     k: int
     block: int
 
-    @property
+    @cached_property
     def P(self) -> int:
         """Padded rows."""
-        shape: tuple[int, ...] = self.slots.shape
-        return shape[0]
+        return _extent(self.slots)
 
-    @property
-    def R(self) -> int:
-        """Routed rows."""
-        shape: tuple[int, ...] = self.rows.shape
-        return shape[0]
-
-    @property
-    def L(self) -> int:
-        """Tokens."""
-        return self.R // self.k
-
-    @property
+    @cached_property
     def E(self) -> int:
         """Experts."""
-        shape: tuple[int, ...] = self.padded_offsets.shape
-        return shape[0] - 1
+        return _extent(self.padded_offsets) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,13 +192,12 @@ class Topology(IndexArrays):
     transpose_indices: Array
     block: int
 
-    @property
+    @cached_property
     def nnz(self) -> int:
         """Stored blocks."""
-        shape: tuple[int, ...] = self.column_indices.shape
-        return shape[0]
+        return _extent(self.column_indices)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Rows M and columns N of the matrix, in elements."""
         return tuple(self.block * (offsets.shape[0] - 1) for offsets in (self.row_offsets, self.column_offsets))
@@ -200,8 +207,10 @@ class Topology(IndexArrays):
 
 
 @dataclass(frozen=True, eq=False)
-class CapacityBins(IndexArrays):
+class CapacityBins(Bins):
     """Where a system of fixed capacity puts the routed rows: C rows for every expert; both arrays are int32.
+
+    R and L are as in `Bins`.
 
     Parameters
     ----------
@@ -218,25 +227,12 @@ class CapacityBins(IndexArrays):
     rows: Array
     k: int
 
-    @property
+    @cached_property
     def E(self) -> int:
         """Experts."""
-        shape: tuple[int, ...] = self.slots.shape
-        return shape[0]
+        return _extent(self.slots)
 
-    @property
+    @cached_property
     def C(self) -> int:
         """Rows of an expert."""
-        shape: tuple[int, ...] = self.slots.shape
-        return shape[1]
-
-    @property
-    def R(self) -> int:
-        """Routed rows."""
-        shape: tuple[int, ...] = self.rows.shape
-        return shape[0]
-
-    @property
-    def L(self) -> int:
-        """Tokens."""
-        return self.R // self.k
+        return _extent(self.slots, 1)

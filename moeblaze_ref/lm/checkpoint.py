@@ -34,10 +34,10 @@ class Trained(NamedTuple):
     """The model of a checkpoint, and its origin."""
 
     model: MoETransformer
-    settings: TrainSettings  # that it was trained with
-    text: str  # `data.Corpus.fingerprint` of what it was trained on
-    steps: int  # that it was trained for
-    digest: str  # SHA-256 of the checkpoint, in hexadecimal
+    settings: TrainSettings  #: that it was trained with
+    text: str  #: `data.Corpus.fingerprint` of what it was trained on
+    steps: int  #: that it was trained for
+    digest: str  #: SHA-256 of the checkpoint, in hexadecimal
 
 
 def save(path: Path, trainer: Trainer):
@@ -93,28 +93,12 @@ def check(path: Path, settings: TrainSettings, text: str):
 
 
 def step_of(path: Path) -> int:
-    """Steps that the run of a checkpoint had done.
-
-    Raises
-    ------
-    OSError
-        If there is no such file, or it may not be read.
-    CheckpointError
-        If it is no checkpoint.
-    """
+    """Steps that the run of a checkpoint had done; errors as in `check`."""
     return _read_header(path)["steps"]
 
 
 def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
-    """The model of a checkpoint.
-
-    Raises
-    ------
-    OSError
-        If there is no such file, or it may not be read.
-    CheckpointError
-        If it is no whole checkpoint.
-    """
+    """The model of a checkpoint; an OSError as in `check`, a CheckpointError if it is no whole checkpoint."""
     header, tensors = _read(path)
     try:
         fields = header["settings"]

@@ -36,27 +36,15 @@ Run = dict[str, Any]
 
 
 def settings_of(name: str, base: TrainSettings) -> TrainSettings:
-    """The settings of a run, from those that all share.
-
-    Raises
-    ------
-    ValueError
-        If there is no such run.
-    """
+    """The settings of a run, from those that all share; an unknown name is a ValueError."""
     return replace(base, **RUNS[checks.check_name("run", name, RUNS)])
 
 
 def collect(base: TrainSettings, text: str, folder: Path) -> dict[str, Any]:
-    """Collect the runs in a folder and compare them.
+    """Collect the runs in a folder, each in a folder with its own name, and compare them.
 
-    Parameters
-    ----------
-    base : TrainSettings
-        What all runs share.
-    text : str
-        `data.Corpus.fingerprint` of what they read.
-    folder : Path
-        Of the runs' own folders, each with its run's name; those without a checkpoint are left out.
+    A run without a checkpoint is left out. ``base`` is what all runs share, ``text`` the `data.Corpus.fingerprint` of
+    what they read.
 
     Returns
     -------
@@ -78,12 +66,7 @@ def collect(base: TrainSettings, text: str, folder: Path) -> dict[str, Any]:
 
 
 def summarise(lines: Sequence[Mapping[str, Any]]) -> Run:
-    """One run's log in short.
-
-    Parameters
-    ----------
-    lines : sequence of dict
-        As `run.run` returns them.
+    """One run's log, as `run.run` returns it, in short.
 
     Returns
     -------
@@ -116,14 +99,8 @@ def compare_curves(runs: Mapping[str, Run], steps: int) -> dict[str, Any]:
     """Compare the runs' losses: ours must be as near to the oracle's as the oracle's on another order of the text.
 
     Of both losses, the mean gap and the worst gap of ``moeblaze`` to ``oracle``, over all points after the start, must
-    each be at most that of ``oracle-other-order`` to ``oracle``.
-
-    Parameters
-    ----------
-    runs : mapping
-        `summarise` of each run that there is, by name.
-    steps : int
-        Of a finished run.
+    each be at most that of ``oracle-other-order`` to ``oracle``. ``runs`` has `summarise` of each run that there is, by
+    name; ``steps`` are those of a finished run.
 
     Returns
     -------
@@ -147,12 +124,7 @@ def compare_curves(runs: Mapping[str, Run], steps: int) -> dict[str, Any]:
 
 
 def end(run: Run) -> dict[str, Any]:
-    """Return the last validation losses of a run, in nats per byte.
-
-    Parameters
-    ----------
-    run : dict
-        As `summarise` returns it.
+    """Return the last validation losses of a run, as `summarise` returns it, in nats per byte.
 
     Returns
     -------

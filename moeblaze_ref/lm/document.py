@@ -35,13 +35,7 @@ PICTURED = {
 
 
 def fill(text: str, paths: Mapping[str, Sequence[Path]] = RECORDS) -> str:
-    """Return the document with every block regenerated.
-
-    Parameters
-    ----------
-    text : str
-    paths : mapping
-        Of each block's records, which need not be there yet.
+    """Return the document with every block regenerated, from the records of each, which need not be there yet.
 
     Raises
     ------

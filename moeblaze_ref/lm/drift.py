@@ -14,22 +14,18 @@ LEAST = 20  # steps that a rate of growth is computed from
 class Drift(NamedTuple):
     """The growth of one run's gap."""
 
-    since: int  # the step, from 1, at which the gap of moeblaze first was above `LEFT`
-    growth: float  # doublings of the gap in a step: least squares of its logarithm, without the steps of equal losses
-    correlation: float  # of its signed gaps with those of moeblaze
-    size: float  # of its signed gaps, as a multiple of those of moeblaze: least squares
+    since: int  #: the step, from 1, at which the gap of moeblaze first was above `LEFT`
+    growth: float  #: doublings of the gap in a step: least squares of its logarithm, without the steps of equal losses
+    correlation: float  #: of its signed gaps with those of moeblaze
+    size: float  #: of its signed gaps, as a multiple of those of moeblaze: least squares
 
 
 def drifts(losses: Mapping[str, Sequence[float]]) -> dict[str, Drift]:
     """Compare the growth of every run's gap to the oracle with that of moeblaze.
 
     Rounding grows by a rate that belongs to the trajectory, in the direction that grows fastest: every run then has the
-    same rate, and the gaps of two runs differ by a factor alone.
-
-    Parameters
-    ----------
-    losses : mapping
-        Of each run, ``oracle`` and ``moeblaze`` among them, a loss for each step.
+    same rate, and the gaps of two runs differ by a factor alone. ``losses`` has a loss for each step of each run,
+    ``oracle`` and ``moeblaze`` among them.
 
     Returns
     -------
@@ -37,17 +33,17 @@ def drifts(losses: Mapping[str, Sequence[float]]) -> dict[str, Drift]:
         Of each run but the oracle whose gap changes; empty if there are no `LEAST` steps from the first gap of moeblaze
         above `LEFT` on.
     """
-    signed = {name: _signed_gaps(run, losses["oracle"]) for name, run in losses.items() if name != "oracle"}
+    signed = {
+        name: [(loss - other) / other for loss, other in zip(run, losses["oracle"], strict=True)]
+        for name, run in losses.items()
+        if name != "oracle"
+    }
     ours = signed["moeblaze"]
     left = next((number for number, gap in enumerate(ours) if abs(gap) > LEFT), len(ours))
     if len(ours) - left < LEAST:
         return {}
     later = {name: gaps[left:] for name, gaps in signed.items()}
     return {name: _drift(left + 1, gaps, ours[left:]) for name, gaps in later.items() if len({*gaps} - {0}) > 1}
-
-
-def _signed_gaps(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
-    return [(loss - other) / other for loss, other in zip(losses, reference, strict=True)]
 
 
 def _drift(since: int, gaps: Sequence[float], ours: Sequence[float]) -> Drift:

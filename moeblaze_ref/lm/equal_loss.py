@@ -39,12 +39,7 @@ Layers = str | MoEFactory  # as `model.MoETransformer` takes them
 class ReorderedOracle(oracle.OracleMoE):
     """The oracle's function with sums over d, over h or over both from the last term to the first.
 
-    Parameters
-    ----------
-    *sizes, **options
-        As in `RoutedExperts`.
-    axes : str
-        One of ``ORDERS``.
+    ``axes`` is one of ``ORDERS``; sizes and other options are those of `RoutedExperts`.
 
     Raises
     ------
@@ -88,12 +83,7 @@ def gaps(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
 
 
 def compare_losses(found: Sequence[float]) -> dict[str, Any]:
-    """Check that every gap is within ``BOUND``.
-
-    Parameters
-    ----------
-    found : sequence of float
-        See `gaps`; no step passes.
+    """Check that every one of `gaps` is within ``BOUND``; no step passes.
 
     Returns
     -------
@@ -131,13 +121,8 @@ def worst_gap(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
 def compare_same_weights(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Check that a layer computes the oracle's loss and gradients from the oracle's weights, throughout the run.
 
-    Each row begins with the same weights, so no rounding of earlier steps adds up, and the bound asks the same of every
-    step, however fast a run amplifies rounding.
-
-    Parameters
-    ----------
-    found : sequence of dict
-        {step, loss, gradients, at} of a run, as `replayed` has it.
+    Each row, {step, loss, gradients, at} as `replayed` has it, begins with the same weights, so no rounding of earlier
+    steps adds up, and the bound asks the same of every step, however fast a run amplifies rounding.
 
     Returns
     -------
@@ -184,18 +169,9 @@ def replayed(
     far rounding alone leads. Before every step of a number that `EVERY` divides, each of them also computes the loss
     and the gradients of that step from the oracle's weights, and then goes on from its own.
 
-    Parameters
-    ----------
-    settings : TrainSettings
-        Of all runs, in float32; their layer is not looked at.
-    corpus : data.Corpus
-    steps : int
-        How far to go into the run that the settings describe.
-    device : str or torch.device
-    moe : str or callable
-        The layers that are compared with the oracle's, as `model.MoETransformer` takes them.
-    on_step : callable, optional
-        Called after every step with its number, from 1, and the oracle's loss.
+    The settings are of all runs, in float32; their layer is not looked at. ``steps`` is how far to go into the run that
+    they describe, ``moe`` the layers that are compared with the oracle's, as `model.MoETransformer` takes them.
+    ``on_step`` is called after every step with its number, from 1, and the oracle's loss.
 
     Returns
     -------
@@ -247,12 +223,7 @@ def free(
     moe: Layers = "moeblaze",
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Train the same models as `replayed`, each with its own routers' choice.
-
-    Parameters
-    ----------
-    settings, corpus, steps, device, moe, on_step
-        As in `replayed`.
+    """Train the same models as `replayed`, each with its own routers' choice; parameters and errors are the same.
 
     Returns
     -------
@@ -260,11 +231,6 @@ def free(
         ``loss`` of each run at each step; ``changed``, for each run but the oracle, how many tokens, over all layers,
         had other experts than in the oracle at each step; ``first_change``, for the same runs, {step, tokens}: the
         first step with such a token and how many in each layer (None if there was none); and what `compare_free` says.
-
-    Raises
-    ------
-    ValueError, TypeError, NonFinite
-        As `replayed`.
     """
     _check(settings, steps)
     with exact_products():
@@ -313,19 +279,13 @@ def compare_free(
     """Check that a run with free routing stays as near to the oracle as rounding allows.
 
     Until its first token has other experts, each of its losses must be within ``BOUND`` of the oracle's, and so must
-    the first step's gradients. From that step on it must be a run like ``ORACLES``, which differ in summation order
-    alone: nearer to one of them than two of them are to each other. That is, to at least one of them, both its mean gap
-    over these steps and its worst one are at most the largest of any two of them. Which one does not matter: each of
-    them might have been the first.
+    the first step's gradients, as `compare_gradients` says. From that step on it must be a run like ``ORACLES``, which
+    differ in summation order alone: nearer to one of them than two of them are to each other. That is, to at least one
+    of them, both its mean gap over these steps and its worst one are at most the largest of any two of them. Which one
+    does not matter: each of them might have been the first.
 
-    Parameters
-    ----------
-    losses : mapping
-        Of ``moeblaze`` and of each of ``ORACLES``, a number a step.
-    changed : sequence of int
-        Of ``moeblaze``, tokens with other experts than in the oracle at each step.
-    gradients : mapping
-        `compare_gradients` of the first step; left out if a token had other experts there.
+    ``losses`` has a number a step of ``moeblaze`` and of each of ``ORACLES``, ``changed`` the tokens of ``moeblaze``
+    with other experts than in the oracle.
 
     Returns
     -------

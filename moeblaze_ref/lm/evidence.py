@@ -19,40 +19,19 @@ HEAD = {"device", "versions", "commit", "kind", "preset", "settings", "text", "s
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request for evidence.
+    """A user's request for evidence."""
 
-    Parameters
-    ----------
-    preset : str
-        One of ``presets.SETTINGS``.
-    steps : int, optional
-        To compare, `STEPS` by default; of ``curves``, in place of the preset's, and at least ``curves.WINDOW``.
-    device : str, optional
-        cpu or cuda; by default a GPU if there is one.
-    data : Path, optional
-        Folder of text files, in place of Python's own text.
-    out : Path, optional
-        Of ``curves`` alone: the folder of the runs' folders.
-    runs : tuple of str
-        Of ``curves`` alone: the runs to train first, or to go on with, of ``curves.RUNS``.
-    """
-
-    preset: str = "tiny"
+    preset: str = "tiny"  #: one of ``presets.SETTINGS``
+    #: To compare, `STEPS` by default; of ``curves``, in place of the preset's, and at least ``curves.WINDOW``.
     steps: int | None = None
-    device: str | None = None
-    data: Path | None = None
-    out: Path | None = None
-    runs: tuple[str, ...] = ()
+    device: str | None = None  #: cpu or cuda; by default a GPU if there is one
+    data: Path | None = None  #: folder of text files, in place of Python's own text
+    out: Path | None = None  #: of ``curves`` alone: the folder of the runs' folders
+    runs: tuple[str, ...] = ()  #: of ``curves`` alone: the ``curves.RUNS`` to train first, or to go on with
 
 
 def gather(kind: str, request: Request) -> dict[str, Any]:
-    """Gather one kind of evidence.
-
-    Parameters
-    ----------
-    kind : str
-        One of ``KINDS``.
-    request : Request
+    """Gather one kind of evidence, of ``KINDS``.
 
     Returns
     -------

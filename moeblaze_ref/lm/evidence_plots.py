@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from moeblaze_ref.core import documents, figures
+from moeblaze_ref.core.drawing import heading, panels
 from moeblaze_ref.core.units import GIB
 from moeblaze_ref.lm.equal_loss import gaps
 from moeblaze_ref.lm.wall import met_wall
@@ -45,22 +46,16 @@ def picture(found: Found) -> Figure:
 
 
 def write(found: Found, path: Path, force: bool = False) -> Path:
-    """Write the picture of a record as PNG, making the folder if need be.
+    """Write the picture of a record as PNG to a path that ends in .png, making the folder if need be.
 
-    Parameters
-    ----------
-    found : dict
-    path : Path
-        Ends in .png.
-    force : bool
-        Replace a file there that is no picture of this project.
+    With ``force`` it replaces a file there that is no picture of this project.
     """
     return figures.save(picture(found), path.parent, path.stem, force)
 
 
 def replayed(found: Found) -> Figure:
     """Loss of the oracle and of ours, one on top of the other; below, the gaps of ours and of reordered oracles."""
-    figure, (losses, below) = _two_panels()
+    figure, (losses, below) = panels(8, 6, 2, sharex=True)
     for run, style in (("oracle", "-"), ("moeblaze", "--")):  # where they are equal, both show
         losses.plot(_steps(found["loss"][run]), found["loss"][run], style, color=COLORS[run], label=run)
     _dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the others")
@@ -77,7 +72,7 @@ def replayed(found: Found) -> Figure:
 
 def free(found: Found) -> Figure:
     """Gap of the loss to the oracle's, and tokens that have other experts, of ours and of reordered oracles."""
-    figure, (gap, tokens) = _two_panels()
+    figure, (gap, tokens) = panels(8, 6, 2, sharex=True)
     for number, run in enumerate(_ours_last(found["changed"])):
         look = drawn(COLORS[run]) | {"linewidth": 4 - number}  # where lines are equal, all of them show
         _gap(gap, found["loss"], run, **look)
@@ -95,10 +90,9 @@ def free(found: Found) -> Figure:
 
 def curves(found: Found) -> Figure:
     """Training and validation loss of every run, and below each its distance to the oracle's."""
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True)
+    figure, shown = panels(11, 6, 2, 2, sharex=True)
     runs = {name: found["runs"][name] for name in _ours_last(found["runs"])}
-    for (upper, lower), loss in zip(panels.T, ("training", "validation"), strict=True):
+    for (upper, lower), loss in zip(shown.T, ("training", "validation"), strict=True):
         for name, run in runs.items():
             upper.plot(run[loss]["step"], run[loss]["loss"], label=name, **drawn(COLORS[name]))
             if "oracle" in runs and name != "oracle":
@@ -108,15 +102,14 @@ def curves(found: Found) -> Figure:
         _dress(upper, "cross entropy, nats per byte", f"{loss} loss, {where}")
         _dress(lower, "above the oracle, nats per byte", "")
         lower.set_xlabel("step")
-    names = panels[0, 0].get_legend_handles_labels()
+    names = shown[0, 0].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=6, frameon=False, handlelength=3)
     return figure
 
 
 def memory(found: Found) -> Figure:
     """Peak bytes of a step at growing L, and the largest L that each layer trains, in words too."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    peaks, walls = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure, (peaks, walls) = panels(11, 4.5, 1, 2, width_ratios=(3, 2))
     largest = found["largest"]
     for name in largest:
         color, line = WALL_LINES[name]
@@ -149,11 +142,6 @@ def _above(curve: Found, reference: Found) -> tuple[list[int], list[float]]:
     """Steps that both have, and how far above the reference the curve is there."""
     points = list(zip(curve["step"], curve["loss"], reference["loss"], strict=False))
     return [step for step, _, _ in points], [loss - other for _, loss, other in points]
-
-
-def _two_panels():
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    return figure, figure.subplots(2, 1, sharex=True)
 
 
 def _ours_last(runs) -> list[str]:
@@ -199,8 +187,7 @@ def _mark_first(axes, first: Found | None):
 
 def _dress(axes, ylabel: str, title: str):
     axes.set_ylabel(ylabel)
-    axes.set_title(title, loc="left", fontsize="medium")
-    axes.spines[["top", "right"]].set_visible(False)
+    heading(axes, title)
 
 
 def _legend(axes, **look):

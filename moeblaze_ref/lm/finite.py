@@ -15,16 +15,8 @@ class _Found(Exception):
 def first_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """The first module, in the order of the forward, whose output holds NaN or infinity.
 
-    Parameters
-    ----------
-    model : Module
-    forward : callable
-        Runs it, once more.
-
-    Returns
-    -------
-    str or None
-        Its name, such as ``blocks.1.moe``; None if every output is finite.
+    ``forward`` runs the model once more. Returns the module's name, such as ``blocks.1.moe``; None if every output is
+    finite.
     """
     hooks = [module.register_forward_hook(_raise_if_bad(name)) for name, module in model.named_modules() if name]
     try:

@@ -9,18 +9,9 @@ from moeblaze_ref.core import checks, records
 
 
 class Log:
-    """Lines with a step each, appended as they come.
+    """Lines with a step each, appended as they come; the first ones stand in place of what the path held.
 
-    Parameters
-    ----------
-    path : Path
-    lines : sequence of dict
-        What it begins with, in place of what the path holds.
-
-    Attributes
-    ----------
-    lines : list of dict
-        All that the file holds.
+    ``lines`` are all that the file holds.
     """
 
     def __init__(self, path: Path, lines: Sequence[dict[str, Any]]):

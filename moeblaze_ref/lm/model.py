@@ -17,23 +17,6 @@ from moeblaze_ref.nn.systems import MoEFactory, run, system
 class LMConfig:
     """The shape of the model; symbols as in `config.MoEConfig`.
 
-    Parameters
-    ----------
-    d, h : int
-        Model width and expert width.
-    E, k : int
-        Experts of a layer, and experts per token.
-    layers, heads : int
-        Blocks, and attention heads of each; d / heads must be even (RoPE turns pairs).
-    sequence : int
-        Tokens of a training window.
-    vocab : int
-        Token ids; 256 for bytes.
-    activation : str
-        Of the experts, one of ``config.ACTIVATIONS``.
-    shared : int
-        Width of the expert that every token passes beside its own k; 0 for none.
-
     Raises
     ------
     ValueError, TypeError
@@ -41,16 +24,16 @@ class LMConfig:
         activation is unknown.
     """
 
-    d: int = 64
-    h: int = 128
-    E: int = 8
-    k: int = 2
-    layers: int = 2
-    heads: int = 4
-    sequence: int = 128
-    vocab: int = 256
-    activation: str = "swiglu"
-    shared: int = 0
+    d: int = 64  #: model width
+    h: int = 128  #: expert width
+    E: int = 8  #: experts of a layer
+    k: int = 2  #: experts per token
+    layers: int = 2  #: blocks
+    heads: int = 4  #: attention heads of each block; d / heads must be even (RoPE turns pairs)
+    sequence: int = 128  #: tokens of a training window
+    vocab: int = 256  #: token ids: bytes
+    activation: str = "swiglu"  #: of the experts, one of ``config.ACTIVATIONS``
+    shared: int = 0  #: width of the expert that every token passes beside its own k; 0 for none
 
     def __post_init__(self):
         checks.check_int("shared", self.shared, at_least=0)
@@ -71,17 +54,17 @@ class LMConfig:
 class MoETrace(NamedTuple):
     """Input, routing and losses of one MoE layer; training keeps all of them anyway."""
 
-    x: Tensor  # (L, d), L = batch * length
-    topk_experts: Tensor  # (L, k) int32
-    load_balancing_loss: Tensor  # ()
-    router_z_loss: Tensor  # ()
+    x: Tensor  #: (L, d), L = batch * length
+    topk_experts: Tensor  #: (L, k) int32
+    load_balancing_loss: Tensor  #: ()
+    router_z_loss: Tensor  #: ()
 
 
 class LMOutput(NamedTuple):
     """Predictions for the next token, and the trace of every MoE layer."""
 
-    logits: Tensor  # (batch, length, vocab)
-    traces: tuple[MoETrace, ...]  # one a block
+    logits: Tensor  #: (batch, length, vocab)
+    traces: tuple[MoETrace, ...]  #: one a block
 
 
 def rotary_angles(length: int, width: int, base: float = 10_000.0) -> Tensor:
@@ -156,12 +139,8 @@ class Block(nn.Module):
 class MoETransformer(nn.Module):
     """Embedding, blocks, final norm and head.
 
-    Parameters
-    ----------
-    config : LMConfig
-    moe : str or callable
-        The system of the MoE layers: a name in ``systems.SYSTEMS``, or what `systems.system` returns, which is called
-        as ``moe(d, h, E, k, activation)`` for each block.
+    ``moe`` is the system of the MoE layers: a name in ``systems.SYSTEMS``, or what `systems.system` returns, which is
+    called as ``moe(d, h, E, k, activation)`` for each block.
 
     Raises
     ------

@@ -27,11 +27,5 @@ SETTINGS = {
 
 
 def preset(name: str) -> TrainSettings:
-    """The settings of a preset.
-
-    Raises
-    ------
-    ValueError
-        If there is none; the message proposes the nearest name.
-    """
+    """The settings of a preset; an unknown name is a ValueError that proposes the nearest one."""
     return SETTINGS[checks.check_name("preset", name, SETTINGS)]

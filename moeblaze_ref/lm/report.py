@@ -98,12 +98,13 @@ def _repeated(one: Found, other: Found) -> list[str]:
     records = " and ".join(documents.devices([one, other]))
     at = [step for step in AT if step <= one["steps"]]
     columns = ["run", "first other loss", "first beyond the bound", *(f"at step {step}" for step in at)]
-    rows = (_repeated_row(run, gaps(other["loss"][run], one["loss"][run]), at) for run in one["loss"])
+    rows = []
+    for run in one["loss"]:
+        found = gaps(other["loss"][run], one["loss"][run])
+        rows.append(
+            [run, _first_above(0, found), _first_above(BOUND, found), *(f"{found[step - 1]:.1e}" for step in at)]
+        )
     return [f"Relative gap of the loss between the same run of {records}:", documents.table(columns, rows)]
-
-
-def _repeated_row(run: str, found: Sequence[float], at: Sequence[int]) -> list[str]:
-    return [run, _first_above(0, found), _first_above(BOUND, found), *(f"{found[step - 1]:.1e}" for step in at)]
 
 
 def _replayed_rows(found: Found) -> Rows:
@@ -207,7 +208,8 @@ def curves(found: Sequence[Found]) -> list[str]:
     columns = ["run", "steps", "lowest validation loss", "at step", "last", "mean of the second half"]
     parts = [_table([*columns, "above oracle's", "rows dropped", "peak, MiB"], _runs, found)]
     if unfinished := [one for one in found if _compared(one)["unfinished"]]:
-        parts.append(_each(_unfinished, unfinished))
+        names = lambda one: ", ".join(_compared(one)["unfinished"])
+        parts.append(_each(lambda one: f"Not finished, or not begun: {names(one)}.", unfinished))
     if any(_compared(one)["verdict"] is not None for one in found):
         columns = ["loss", "run", "mean", "worst", "at step", "within luck"]
         parts += ["Gaps to the oracle's run, nats per byte:", _table(columns, _gaps_to_oracle, found, words=2)]
@@ -235,10 +237,6 @@ def _end(name: str, ends: Found) -> list[str]:
     return [f"{end['lowest']:.4f}", f"{end['at']:,}", f"{end['last']:.4f}", f"{end['second_half']:.4f}", above]
 
 
-def _unfinished(found: Found) -> str:
-    return f"Not finished, or not begun: {', '.join(_compared(found)['unfinished'])}."
-
-
 def _gaps_to_oracle(found: Found) -> Rows:
     for loss, gaps_of in (_compared(found)["verdict"] or {}).items():
         for run, gap in gaps_of.items():
@@ -253,7 +251,8 @@ def memory(found: Sequence[Found]) -> list[str]:
     """The largest step of each layer, and what the largest step that all can make costs it."""
     columns = ["layer", "largest L", "times the oracle's", "kept, MiB", "peak, MiB", "step, ms", "at L"]
     where = "Kept, peak and time are those at the largest L that every layer can make, which the last column names."
-    return [where, _table(columns, _walls, found), _each(_farthest, found)]
+    verdict = lambda one: f"moeblaze, minimal makes as large a step as any other system: {_result(one)}."
+    return [where, _table(columns, _walls, found), _each(verdict, found)]
 
 
 def _walls(found: Found) -> Rows:
@@ -276,10 +275,6 @@ def _costs(found: Found, name: str, L: int | None) -> list[str]:
             MiB = (f"{row[of] / MIB:,.0f}" for of in ("kept_bytes", "peak_bytes"))
             return [*MiB, f"{row['step_ms']:,.0f}", f"{L:,}"]
     return [""] * 4
-
-
-def _farthest(found: Found) -> str:
-    return f"moeblaze, minimal makes as large a step as any other system: {_result(found)}."
 
 
 REPORTS = {"replayed": replayed, "free": free, "curves": curves, "memory": memory}

@@ -26,24 +26,13 @@ def run(
     on_line: Callable[[dict[str, Any]], None] | None = None,
     checkpoint_every: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Train to the last step.
+    """Train to the last step, in a folder that is made if need be.
 
-    Parameters
-    ----------
-    trainer : Trainer
-        A fresh one.
-    folder : Path
-        Where the run keeps ``LOG``, ``CHECKPOINT``, and ``LOCK``, which one process at a time holds; made if need be.
-    resume : bool
-        Go on from the folder's checkpoint; without one, a run that was cut off early begins again.
-    every : int
-        Steps from one validation to the next; the last step has one.
-    validation_batches : int
-        Of each validation.
-    on_line : callable, optional
-        Called with every line that is added to the log.
-    checkpoint_every : int, optional
-        Steps from one checkpoint to the next, in place of ``every``; the last step has one.
+    It holds ``LOG``, ``CHECKPOINT``, and ``LOCK``, which one process at a time holds. The trainer is a fresh one; with
+    ``resume`` it goes on from the folder's checkpoint, and without one, a run that was cut off early begins again.
+    There is a validation of ``validation_batches`` every ``every`` steps, a checkpoint as often, or every
+    ``checkpoint_every`` steps, and both after the last step. ``on_line`` is called with every line that is added to the
+    log.
 
     Returns
     -------

@@ -8,24 +8,10 @@ from moeblaze_ref.lm.model import MoETransformer
 
 @torch.no_grad()
 def sample(model: MoETransformer, prompt: bytes, count: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """Go on with a text, byte by byte.
+    """Go on with a prompt of at least one byte by ``count`` bytes; return both.
 
-    Parameters
-    ----------
-    model : MoETransformer
-    prompt : bytes
-        At least one.
-    count : int
-        Bytes to write.
-    temperature : float
-        Logits are divided by it: the lower, the likelier the bytes; above 0.
-    seed : int
-        Of the draws.
-
-    Returns
-    -------
-    bytes
-        The prompt and what follows; the model sees the last ``model.config.sequence`` bytes of it at a time.
+    The model sees the last ``model.config.sequence`` bytes at a time. Logits are divided by the temperature, which is
+    above 0: the lower, the likelier the bytes. The seed is of the draws.
 
     Raises
     ------

@@ -29,38 +29,6 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # the secon
 class TrainSettings:
     """Settings that decide a run's losses, besides the text and the device.
 
-    Parameters
-    ----------
-    config : LMConfig
-        The model.
-    steps : int
-        Optimizer steps; 0 trains nothing.
-    layer : str
-        The system of the MoE layers, one of ``systems.SYSTEMS``.
-    layer_options : mapping
-        Of that system's constructor, such as ``policy``.
-    batch : int
-        Windows of a step.
-    learning_rate : float
-        AdamW's, at its peak.
-    warmup : int
-        Steps in which it rises to the peak, linearly.
-    final_fraction : float
-        What is left of it at the last step, after half a cosine that begins where the warm-up ends; 1 keeps it. A run
-        of no more steps than the warm-up never falls.
-    weight_decay : float
-        AdamW's, of every parameter alike: norms, embedding, head and routers too, not the matrices of the blocks alone.
-    gradient_norm : float
-        Longer gradients are cut to it.
-    balance_weight, z_weight : float
-        Of the two router losses.
-    precision : str
-        One of ``PRECISIONS``; the weights are float32 in either.
-    seed : int
-        Of the weights and of the training windows.
-    order_seed : int, optional
-        Of the training windows, in place of seed: the same weights on another order of the text.
-
     Raises
     ------
     ValueError, TypeError
@@ -68,20 +36,23 @@ class TrainSettings:
     """
 
     config: LMConfig
-    steps: int
-    layer: str = "oracle"
-    layer_options: Mapping[str, Any] = field(default_factory=dict)
-    batch: int = 16
-    learning_rate: float = 3e-3
-    warmup: int = 0
+    steps: int  #: of the optimizer; 0 trains nothing
+    layer: str = "oracle"  #: the system of the MoE layers, one of ``systems.SYSTEMS``
+    layer_options: Mapping[str, Any] = field(default_factory=dict)  #: of its constructor, such as ``policy``
+    batch: int = 16  #: windows of a step
+    learning_rate: float = 3e-3  #: AdamW's, at its peak
+    warmup: int = 0  #: steps in which it rises to the peak, linearly
+    #: What is left of the learning rate at the last step, after half a cosine that begins where the warm-up ends; 1
+    #: keeps it. A run of no more steps than the warm-up never falls.
     final_fraction: float = 1.0
+    #: AdamW's, of every parameter alike: norms, embedding, head and routers too, not the matrices of the blocks alone.
     weight_decay: float = 1e-2
-    gradient_norm: float = GRADIENT_NORM
-    balance_weight: float = BALANCE_WEIGHT
+    gradient_norm: float = GRADIENT_NORM  #: longer gradients are cut to it
+    balance_weight: float = BALANCE_WEIGHT  #: this and the next of the two router losses
     z_weight: float = Z_WEIGHT
-    precision: str = "float32"
-    seed: int = 0
-    order_seed: int | None = None
+    precision: str = "float32"  #: one of ``PRECISIONS``; the weights are float32 in either
+    seed: int = 0  #: of the weights and of the training windows
+    order_seed: int | None = None  #: of the windows, in place of seed: the same weights on another order of the text
 
     def __post_init__(self):
         checks.check_type("config", self.config, LMConfig)
@@ -118,33 +89,26 @@ class NonFinite(FloatingPointError):
 class Step(NamedTuple):
     """Losses and measurements of one optimizer step, before its update."""
 
-    step: int  # from 1
-    loss: float  # cross entropy, nats per token
+    step: int  #: from 1
+    loss: float  #: cross entropy, nats per token
     learning_rate: float
-    gradient_norm: float  # before it is cut
+    gradient_norm: float  #: before it is cut
 
 
 class Ahead(NamedTuple):
     """Loss, gradients and chosen experts of a step, before its update."""
 
-    loss: float  # cross entropy, nats per token
-    gradients: dict[str, Tensor]  # by the weights' names, before they are cut
-    chosen: tuple[Tensor, ...]  # the experts of every token in each block, (L, k) int32
+    loss: float  #: cross entropy, nats per token
+    gradients: dict[str, Tensor]  #: by the weights' names, before they are cut
+    chosen: tuple[Tensor, ...]  #: the experts of every token in each block, (L, k) int32
 
 
 class Trainer:
     """A training run between two steps.
 
-    All that it is beside its settings and its text lies in `tensors`: a run that is restored from them goes on
-    bit for bit, where torch itself gives the same bits twice: on a CPU with as many threads, for every system.
-
-    Parameters
-    ----------
-    settings : TrainSettings
-    corpus : data.Corpus
-    device : str or torch.device
-    moe : callable, optional
-        What makes the MoE layers, in place of the system that the settings name; as in `model.MoETransformer`.
+    All that it is beside its settings and its text lies in `tensors`: a run that is restored from them goes on bit for
+    bit, where torch itself gives the same bits twice: on a CPU with as many threads, for every system. ``moe`` makes
+    the MoE layers, in place of the system that the settings name; as in `model.MoETransformer`.
 
     Attributes
     ----------
@@ -338,20 +302,11 @@ def _check_length(part: str, text: Tensor, sequence: int):
 
 @dataclass(frozen=True, eq=False)
 class TrainResult:
-    """A trained model and how it got there.
-
-    Parameters
-    ----------
-    model : MoETransformer
-    losses : list of float
-        Cross entropy of each step's training windows, before the step, in nats per token.
-    validation_loss : float
-        Cross entropy on validation windows after the last step.
-    """
+    """A trained model and how it got there."""
 
     model: MoETransformer
-    losses: list[float]
-    validation_loss: float
+    losses: list[float]  #: cross entropy of each step's training windows, before the step, in nats per token
+    validation_loss: float  #: cross entropy on validation windows after the last step
 
 
 def language_loss(output: LMOutput, targets: Tensor) -> Tensor:
@@ -376,25 +331,10 @@ def train(
     learning_rate: float = 3e-3,
     moe: str | MoEFactory = "oracle",
 ) -> TrainResult:
-    """Train a fresh model on Python's help text.
+    """Train a fresh model on Python's help text, as `TrainSettings` and `MoETransformer` say.
 
-    On one machine, the same arguments give the same bits; the global random state is left alone.
-
-    Parameters
-    ----------
-    config : LMConfig
-    steps : int
-        Optimizer steps.
-    on_step : callable, optional
-        Called after each step with its number (from 1) and its loss.
-    seed : int
-        Of the weights and of the training windows.
-    batch : int
-        Windows of a step.
-    learning_rate : float
-        AdamW's.
-    moe : str or callable
-        The system of the MoE layers, as in `model.MoETransformer`.
+    On one machine, the same arguments give the same bits; the global random state is left alone. ``on_step`` is called
+    after each step with its number (from 1) and its loss.
 
     Raises
     ------

@@ -39,31 +39,15 @@ OURS = "moeblaze, minimal"
 
 @dataclass(frozen=True)
 class Row:
-    """A step of a model at one size.
+    """A step of a model at one size; what is measured is None where the step did not fit."""
 
-    Parameters
-    ----------
-    contender : str
-        One of ``CONTENDERS``.
-    L : int
-        Tokens of the step.
-    window : int
-        Tokens that attention sees at once.
-    kept_bytes : int or None
-        What autograd keeps of the forward, weights excluded; None where the step did not fit.
-    peak_bytes : int or None
-        The most that was allocated at a time in a whole step, weights and AdamW's moments included; None without a
-        GPU, or where the step did not fit.
-    step_ms : float or None
-        Of forward, backward and optimizer; None where the step did not fit.
-    """
-
-    contender: str
-    L: int
-    window: int
-    kept_bytes: int | None = None
+    contender: str  #: one of ``CONTENDERS``
+    L: int  #: tokens of the step
+    window: int  #: tokens that attention sees at once
+    kept_bytes: int | None = None  #: what autograd keeps of the forward, weights excluded
+    #: The most that was allocated at a time in a whole step, with weights and AdamW's moments; None without a GPU, too.
     peak_bytes: int | None = None
-    step_ms: float | None = None
+    step_ms: float | None = None  #: of forward, backward and optimizer
 
     @property
     def fits(self) -> bool:
@@ -103,7 +87,9 @@ def measure(settings: TrainSettings, contender: str, L: int, corpus: data.Corpus
     except OUT_OF_MEMORY:
         return row
     finally:
-        _free(device)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _measured(row: Row, trainer: Trainer) -> Row:
@@ -132,23 +118,10 @@ def _kept(trainer: Trainer) -> int:
         return kept_bytes(trainer.model, tokens.to(trainer.device))
 
 
-def _free(device: str):
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
 def climb(row_of: Callable[[int], Row], first: int, most: int) -> Iterator[Row]:
-    """Rows at growing L: doubled until one does not fit, then between the last that fits and that one.
+    """Rows at growing L: doubled from ``first``, a multiple of ``WINDOW``, up to ``most`` or until one does not fit.
 
-    Parameters
-    ----------
-    row_of : callable
-        Measures one L.
-    first : int
-        The first L, a multiple of ``WINDOW``.
-    most : int
-        L is doubled no further than this.
+    Then between the last that fits and the one that does not. ``row_of`` measures one L.
     """
     checks.check_int("first", first, at_least=WINDOW)
     fits, L = 0, first

@@ -13,9 +13,9 @@ Symbols as in the MoEBlaze paper: L, d, h, E, k. GiB is 2**30 bytes, GB is 1e9.
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from moeblaze_ref.backends.raw_cuda import gemm
@@ -69,24 +69,13 @@ def _as_size(number: Size | int) -> Size:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One row of an account.
+    """One row of an account."""
 
-    Parameters
-    ----------
-    name : str
-        The project's name of the tensor.
-    dims : tuple of Size or int
-        Its shape; the first entry is a Size.
-    dtype : str
-        "float64", "float32", "bfloat16", "float16", "int32", "int64" or "bool".
-    until : str, optional
-        The tensor (it may be this one) whose birth is the last use, after which it is freed. None: it lives until
-        the backward.
-    """
-
-    name: str
-    dims: tuple[Size | int, ...]
-    dtype: str
+    name: str  #: the project's name of the tensor
+    dims: tuple[Size | int, ...]  #: its shape; the first entry is a Size
+    dtype: str  #: "float64", "float32", "bfloat16", "float16", "int32", "int64" or "bool"
+    #: The tensor (it may be this one) whose birth is the last use, after which it is freed. None: it lives until the
+    #: backward.
     until: str | None = None
 
     @property
@@ -119,30 +108,22 @@ class Tensor:
 class Assumptions:
     """Assumptions that the bytes depend on besides the configuration.
 
-    Parameters
-    ----------
-    counts : sequence of int, optional
-        Routed rows of each expert (E entries that add up to L * k), which decide what is dropped and what is
-        padded. Default: uniform routing.
-    capacity_factor : float or str
-        Rows that `capacity` reserves for an expert, as a multiple of L * k / E, or "max", as `dynamic_capacity` does.
-        Default: Switch Transformer's 1.25.
-    renormalize : bool
-        Whether the chosen gates are divided by their sum, which costs the systems in plain torch, where autograd keeps
-        what it divides, two tensors.
-    block : int
-        Rows and columns of a block of `megablocks` and `megablocks_memory_optimized`.
-
     Raises
     ------
     TypeError, ValueError
         If capacity_factor is neither a finite number above zero nor "max", or block is no integer of at least 1.
     """
 
+    #: Routed rows of each expert (E entries that add up to L * k), which decide what is dropped and what is padded.
+    #: Default: uniform routing.
     counts: Sequence[int] | None = None
+    #: Rows that `capacity` reserves for an expert, as a multiple of L * k / E, or "max", as `dynamic_capacity` does.
+    #: Default: Switch Transformer's 1.25.
     capacity_factor: float | str = DEFAULT_FACTOR
+    #: Whether the chosen gates are divided by their sum, which costs the systems in plain torch, where autograd keeps
+    #: what it divides, two tensors.
     renormalize: bool = False
-    block: int = BLOCK
+    block: int = BLOCK  #: rows and columns of a block of `megablocks` and `megablocks_memory_optimized`
 
     def __post_init__(self):
         check_factor(self.capacity_factor)
@@ -151,31 +132,15 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Account:
-    """The activation bytes of one system; `tensors` are in order of birth.
+    """The activation bytes of one system; `tensors` are in order of birth."""
 
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer and the step.
-    system, policy : str
-        One of ``VARIANTS``; the policy is None for systems that have none.
-    assumptions : Assumptions
-        What was assumed about the routing.
-    symbols : dict
-        Value of every symbol that the formulas use.
-    tensors : tuple of Tensor
-        One row a tensor.
-    notes : tuple of str
-        What a reader must know about these numbers.
-    """
-
-    config: MoEConfig
-    system: str
-    policy: str | None
-    assumptions: Assumptions
-    symbols: dict[str, int]
-    tensors: tuple[Tensor, ...]
-    notes: tuple[str, ...]
+    config: MoEConfig  #: the layer and the step
+    system: str  #: with the policy one of ``VARIANTS``
+    policy: str | None  #: None for systems that have none
+    assumptions: Assumptions  #: what was assumed about the routing
+    symbols: dict[str, int]  #: value of every symbol that the formulas use
+    tensors: tuple[Tensor, ...]  #: one row a tensor
+    notes: tuple[str, ...]  #: what a reader must know about these numbers
 
     @property
     def label(self) -> str:
@@ -234,26 +199,12 @@ class _Draft(NamedTuple):
 def account(
     config: MoEConfig, system: str, policy: str | None = None, assumptions: Assumptions = Assumptions()
 ) -> Account:
-    """The activation bytes of ``system`` for one layer and one step.
+    """The activation bytes of ``system``, one of ``SYSTEMS``, for one layer and one step.
 
-    Those of ``moeblaze`` have y whole, as most versions do; where 7_persistent has half of it at a time,
+    There is a row for each tensor, in order of birth. ``assumptions`` are the routing, the capacity factor and the
+    block size. The policy, one of ``config.POLICIES``, says what ``moeblaze`` keeps; the other systems have none. L = 0
+    is valid. Those of ``moeblaze`` have y whole, as most versions do; where 7_persistent has half of it at a time,
     `step_account` says.
-
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer and the step; L = 0 is valid.
-    system : str
-        One of ``SYSTEMS``.
-    policy : str, optional
-        What ``moeblaze`` keeps, one of ``config.POLICIES``; the other systems have none.
-    assumptions : Assumptions
-        Routing, capacity factor, block size.
-
-    Returns
-    -------
-    Account
-        One row a tensor, in order of birth.
 
     Raises
     ------
@@ -264,18 +215,14 @@ def account(
         If a count is not an integer.
     """
     checks.check_name("system", system, SYSTEMS)
-    _check_policy(system, policy)
-    case = _Case(config, policy, assumptions)
-    draft = _BUILD[system](case)
-    symbols = {size.text: size.value for size in (*case.symbols, *draft.symbols)}
-    return Account(config, system, policy, assumptions, symbols, tuple(draft.tensors), draft.notes)
-
-
-def _check_policy(system, policy):
     if system == "moeblaze":
         checks.check_name("policy", policy, POLICIES)
     elif policy is not None:
         raise ValueError(f"policy is {policy!r}, but {system} has no save policies (only moeblaze has); pass None")
+    case = _Case(config, policy, assumptions)
+    draft = _BUILD[system](case)
+    symbols = {size.text: size.value for size in (*case.symbols, *draft.symbols)}
+    return Account(config, system, policy, assumptions, symbols, tuple(draft.tensors), draft.notes)
 
 
 def accounts(
@@ -292,36 +239,29 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
 
     Gradients are counted, those of the weights included; weights and optimizer states are not, nor, once the backward
     begins, the output: in a model the next layer decides, but whoever calls ``torch.autograd.grad(out, ...)`` holds it
-    to the end. A kept tensor is freed where `layer.backward` frees it.
+    to the end. A kept tensor is freed where `layer.backward` frees it. So ``kept`` are the tensors that are alive when
+    the step ends, and ``peak_bytes`` is the step's peak.
 
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer and the step.
-    policy : str
-        One of ``config.POLICIES``.
-    version : str
-        Of the expert stages, a tiled one: it decides how many columns of y and of the rows of d_x exist at one time.
-
-    Returns
-    -------
-    Account
-        In order of birth; ``kept`` are the tensors that are alive when the step ends, and ``peak_bytes`` is the
-        step's peak.
+    The version, a tiled one of the expert stages, decides how many columns of y and of the rows of d_x exist at one
+    time.
 
     Raises
     ------
     ValueError
-        If the policy is unknown.
+        If the policy, one of ``config.POLICIES``, is unknown.
     """
     one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
     C = Size("C", gemm.gate_terms(version, config.h))  # tiles of columns, each leaves a share of the gates' gradients
     W = Size("W", gemm.parts_of_rows(version, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
     tensors = one.tensors if W.value == config.d else _y_in_parts(one.tensors, case.R, W)
-    dies_at = _dies_at(case)
-    forward = (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
+    forward = _dying(tensors, _dies_at(case))
     symbols = one.symbols | {size.text: size.value for size in (C, W)}
     return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W)), notes=())
+
+
+def _dying(tensors, dies_at):
+    """The forward's tensors, of which each kept one is freed at the birth of the tensor that ``dies_at`` has for it."""
+    return (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
 
 
 def _y_in_parts(tensors, R, W):
@@ -333,40 +273,17 @@ def _y_in_parts(tensors, R, W):
 
 
 def megablocks_step_account(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Account:
-    """The bytes of a whole step of `megablocks`: what `step_account` is for ``moeblaze``.
+    """The bytes of a whole step of `megablocks`: what `step_account` is for ``moeblaze``; raises as `account` does.
 
     A kept tensor is freed where `megablocks.backward` frees it.
-
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer and the step.
-    assumptions : Assumptions
-        Routing and block size.
-
-    Returns
-    -------
-    Account
-        As of `step_account`.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `account`.
     """
     one, case = account(config, "megablocks", assumptions=assumptions), _Case(config, None, assumptions)
     T, W, S = (Size(name, one.symbols[name]) for name in "TWS")
     last = "d_b" if case.gated else "d_a"  # to be born of a, b and d_y_swi
-    dies_at = {
-        "y": "d_gates",
-        "gates": "d_y",
-        "y_swi": "d_w3",
-        **dict.fromkeys(("a", "b"), last),
-        "routed_x": "d_w2" if case.gated else "d_w1",
-    }
-    forward = (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in one.tensors)
+    dies_at = {"y": "d_gates", "gates": "d_y", "y_swi": "d_w3", "a": last, "b": last}
+    dies_at["routed_x"] = "d_w2" if case.gated else "d_w1"
     backward = _megablocks_backward(case, (T * S, case.d), (T * W, S, S), last)
-    return replace(one, tensors=(*forward, *backward), notes=())
+    return replace(one, tensors=(*_dying(one.tensors, dies_at), *backward), notes=())
 
 
 def ratio(one: Account, conventional: Account) -> float:
@@ -529,6 +446,16 @@ def _intermediates(s: _Case, dims, a_until="out"):
     yield Tensor("y_swi", dims, s.dtype)
 
 
+def _products(s, hidden, rows, y_swi_until=None, y_until=None):
+    """The results of the experts' products where no other is kept, and the layer's output."""
+    yield Tensor("a", hidden, s.dtype)
+    if s.gated:
+        yield Tensor("b", hidden, s.dtype)
+    yield Tensor("y_swi", hidden, s.dtype, until=y_swi_until)
+    yield Tensor("y", (rows, s.d), s.dtype, until=y_until)
+    yield _out(s)
+
+
 def _out(s):
     """The layer's output; whether it is kept is the next layer's business."""
     return Tensor("out", (s.L, s.d), s.dtype, until="out")
@@ -544,23 +471,17 @@ def _routed_input(s, probs_until=None):
     ]
 
 
-def _capacity(s: _Case) -> _Draft:
-    """The capacity of the assumed factor."""
-    return _padded_to(s, "capacity", s.assumptions.capacity_factor)
-
-
-def _dynamic_capacity(s: _Case) -> _Draft:
-    """The capacity of the fullest expert, Tutel's (MegaBlocks, section 3); what `DynamicCapacityMoE` keeps."""
-    return _padded_to(s, "dynamic_capacity", MAX)
-
-
-def _padded_to(s: _Case, system: str, factor: float | str) -> _Draft:
+def _capacity(s: _Case, system: str = "capacity") -> _Draft:
     """Fixed expert capacity: padded buffers (E, C, ...), rows over C dropped; what `CapacityMoE` keeps, to the byte.
+
+    C is that of the assumed factor, or in dynamic_capacity that of the fullest expert, as Tutel has it (MegaBlocks,
+    section 3): what `DynamicCapacityMoE` keeps.
 
     From the papers: C and the padded dispatch buffer (GShard, Switch; MegaBlocks section 2), a row number per slot (as
     in Tutel) rather than GShard's one-hot (L, E, C) masks, which would cost more. Of torch: the intermediates that
     autograd keeps, masks of what is padding and what was dropped, and the outputs by slot, y, in place of `y_rows`.
     """
+    factor = MAX if system == "dynamic_capacity" else s.assumptions.capacity_factor
     C = Size("C", capacity_for(s.counts, factor))
     dropped, padded = dropped_and_padded(s.counts, C.value)
     tensors = [
@@ -637,15 +558,10 @@ def _megablocks_memory_optimized(s: _Case) -> _Draft:
     Our reading: the routing and the topology, as in `_megablocks_published`. The width is whole blocks.
     """
     T, W, S = _blocks(s)
-    hidden = (T * W, S, S)
     tensors = [
         *_published_routing(s, T, W),
         Tensor("routed_x", (T * S, s.d), s.dtype),
-        Tensor("a", hidden, s.dtype),
-        *([Tensor("b", hidden, s.dtype)] if s.gated else []),
-        Tensor("y_swi", hidden, s.dtype, until="y"),
-        Tensor("y", (T * S, s.d), s.dtype),
-        _out(s),
+        *_products(s, (T * W, S, S), T * S, y_swi_until="y"),
     ]
     return _Draft(tensors, (T, W, S), (_blocks_note("megablocks_memory_optimized", s, T, W, S),))
 
@@ -673,7 +589,6 @@ def _megablocks(s: _Case) -> _Draft:
     autograd does without that of relu: of relu ours keeps more.
     """
     T, W, S = _blocks(s)
-    hidden = (T * W, S, S)
     tensors = [
         *_routed_input(s, probs_until="gates"),
         *_lives(_dispatch(s), ("expert_token_offsets", "expert_token_indices", "token_index_map"), until="out"),
@@ -682,11 +597,7 @@ def _megablocks(s: _Case) -> _Draft:
         Tensor("rows", (s.R,), "int32"),
         *_topology(s.E, T, W),
         Tensor("routed_x", (T * S, s.d), s.dtype),
-        Tensor("a", hidden, s.dtype),
-        *([Tensor("b", hidden, s.dtype)] if s.gated else []),
-        Tensor("y_swi", hidden, s.dtype),
-        Tensor("y", (T * S, s.d), s.dtype),
-        _out(s),
+        *_products(s, (T * W, S, S), T * S),
     ]
     return _Draft(tensors, (T, W, S), (_blocks_note("megablocks", s, T, W, S),))
 
@@ -709,16 +620,8 @@ def _sonicmoe(s: _Case) -> _Draft:
     an ungated activation H is A alone; the metadata are the gates in float32 and index structures as large as ours;
     the probabilities are computed again; y is stored once, before it is summed per token.
     """
-    hidden = (s.R, s.h)
-    tensors = [
-        *_routed_input(s, probs_until="gates"),
-        *_dispatch(s),
-        Tensor("a", hidden, s.dtype),
-        *([Tensor("b", hidden, s.dtype)] if s.gated else []),
-        Tensor("y_swi", hidden, s.dtype, until="y"),
-        Tensor("y", (s.R, s.d), s.dtype, until="out"),
-        _out(s),
-    ]
+    products = _products(s, (s.R, s.h), s.R, y_swi_until="y", y_until="out")
+    tensors = [*_routed_input(s, probs_until="gates"), *_dispatch(s), *products]
     note = "sonicmoe: X and (A, B) are the paper's; that its metadata are as large as ours is our reading"
     return _Draft(tensors, notes=(note,))
 
@@ -767,11 +670,11 @@ def _by_policy(s):
             yield Tensor(name, (s.R, width.get(name, s.h)), s.dtype, until=None if name in s.saved else freed[name])
 
 
-_BUILD = {
+_BUILD: dict[str, Callable[[_Case], _Draft]] = {
     "conventional": _conventional,
     "sequential": _sequential,
     "capacity": _capacity,
-    "dynamic_capacity": _dynamic_capacity,
+    "dynamic_capacity": partial(_capacity, system="dynamic_capacity"),
     "megablocks_published": _megablocks_published,
     "megablocks_memory_optimized": _megablocks_memory_optimized,
     "megablocks": _megablocks,
@@ -790,17 +693,13 @@ def _dies_at(s):
     a and b become d_a and d_b where they are, and so does y_swi where it is kept in place of a. routed_x, act_a and y
     are kept by a policy and never read.
     """
-    return {
-        "a": "d_w1",
-        "b": "d_w2",
-        "y_swi": "gate_terms" if "a" in s.saved else "d_w1",
-        **dict.fromkeys(("routed_x", "act_a", "y"), "d_out"),
-    }
+    y_swi_until = "gate_terms" if "a" in s.saved else "d_w1"
+    return {"a": "d_w1", "b": "d_w2", "y_swi": y_swi_until} | dict.fromkeys(("routed_x", "act_a", "y"), "d_out")
 
 
 def _backward(s, C, W):
     """Tensors of the backward in the order of their allocation; a name with a prime is a recomputed tensor."""
-    hidden, weights = (s.R, s.h), (s.E, s.d, s.h)
+    hidden = (s.R, s.h)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
     if not s.saved:
         yield Tensor("a'", hidden, s.dtype, until="d_w1")
@@ -813,15 +712,11 @@ def _backward(s, C, W):
     yield Tensor("d_w3", (s.E, s.h, s.d), s.dtype)
     yield Tensor("d_x", (s.L, s.d), s.dtype)
     yield Tensor("d_x_rows", (s.R, W), s.dtype, until="d_x_rows")
-    yield Tensor("d_w1", weights, s.dtype)
-    if s.gated:
-        yield Tensor("d_w2", weights, s.dtype)
-    yield from _router_backward(s)
+    yield from _weights_and_router_backward(s)
 
 
 def _megablocks_backward(s, rows, hidden, last):
     """The same of `megablocks.backward`; rows and hidden are the shapes of what is as large as y and as y_swi."""
-    weights = (s.E, s.d, s.h)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
     yield Tensor("d_gates", (s.L, s.k), s.wide, until="d_logits")
     yield Tensor("d_y", rows, s.dtype, until="d_y_swi")
@@ -834,14 +729,14 @@ def _megablocks_backward(s, rows, hidden, last):
     if s.gated:
         yield Tensor("d_x_rows_b", rows, s.dtype, until="d_x_rows_b")
     yield Tensor("d_x", (s.L, s.d), s.dtype)
-    yield Tensor("d_w1", weights, s.dtype)
+    yield from _weights_and_router_backward(s)
+
+
+def _weights_and_router_backward(s):
+    """The end of the backward, the same in every system."""
+    yield Tensor("d_w1", (s.E, s.d, s.h), s.dtype)
     if s.gated:
-        yield Tensor("d_w2", weights, s.dtype)
-    yield from _router_backward(s)
-
-
-def _router_backward(s):
-    """Tensors of the router's backward, the same in every system."""
+        yield Tensor("d_w2", (s.E, s.d, s.h), s.dtype)
     yield Tensor("logits'", (s.L, s.E), s.wide, until="d_logits")
     yield Tensor("probs'", (s.L, s.E), s.wide, until="d_logits")
     yield Tensor("d_logits", (s.L, s.E), s.wide, until="d_wg")

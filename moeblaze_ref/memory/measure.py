@@ -18,30 +18,17 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class KeptStorage:
-    """A storage that lives until the backward, and the first tensor that autograd saved of it.
+    """A storage that lives until the backward, and the first tensor that autograd saved of it."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Of that tensor, which may be a view of a part of the storage.
-    dtype : str
-        Of that tensor, such as "float32".
-    bytes : int
-        Of the whole storage.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
+    shape: tuple[int, ...]  #: of that tensor, which may be a view of a part of the storage
+    dtype: str  #: of that tensor, such as "float32"
+    bytes: int  #: of the whole storage
 
 
 class SavedStorages(saved_tensors_hooks):
-    """Context manager: every storage that autograd saves inside, each once, parameters excluded.
+    """Context manager: every storage that autograd saves inside, each once, without those of the excluded tensors.
 
-    Parameters
-    ----------
-    exclude : iterable of Tensor
-        Tensors whose storages are not counted: the parameters, or whatever lives on anyway.
+    These are the parameters, or whatever lives on anyway.
 
     Notes
     -----
@@ -89,21 +76,10 @@ def kept_storages(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) 
 
 
 def kept_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> int:
-    """The bytes that autograd keeps of ``fn(*args)`` until the backward.
+    """The bytes that autograd keeps of ``fn(*args)`` until the backward: of whole storages, each counted once.
 
-    Parameters
-    ----------
-    fn : callable
-        A module, or any function of tensors.
-    *args
-        Its arguments; gradients must be wanted somewhere, or nothing is kept.
-    exclude : iterable of Tensor, optional
-        Tensors that do not count. Default: the parameters of ``fn`` if it is a module, else none.
-
-    Returns
-    -------
-    int
-        Bytes of whole storages, each counted once.
+    ``fn`` is a module, or any function of tensors. Gradients must be wanted somewhere, or nothing is kept. Tensors of
+    ``exclude`` do not count; by default these are the parameters of a module.
     """
     return sum(kept.bytes for kept in kept_storages(fn, *args, exclude=exclude))
 
@@ -129,13 +105,8 @@ def routing_of(counts: Sequence[int], k: int) -> Tensor:
 def peak_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> int:
     """The most bytes of storages alive at one time while ``fn(*args)`` runs, looked at after every operator.
 
-    The arguments count from their first use. What an operator allocates and frees within itself is not seen, nor
-    is what an allocator adds; on a GPU, torch.cuda.max_memory_allocated sees both.
-
-    Parameters
-    ----------
-    fn, *args, exclude
-        As in `kept_bytes`.
+    The arguments are those of `kept_bytes`, and count from their first use. What an operator allocates and frees within
+    itself is not seen, nor is what an allocator adds; on a GPU, torch.cuda.max_memory_allocated sees both.
     """
     with _LiveStorages(_parameters(fn) if exclude is None else exclude) as live:
         fn(*args)

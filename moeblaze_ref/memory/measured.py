@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import Account, uniform_counts
@@ -29,30 +28,24 @@ class Measured(NamedTuple):
     """An account, and what its layer keeps of one forward."""
 
     account: Account
-    kept_bytes: int | None  # None if it was not run
-    remark: str  # why it was not run; empty if it was
+    kept_bytes: int | None  #: None if it was not run
+    remark: str  #: why it was not run; empty if it was
 
 
 def measured(one: Account, device: str = "cpu") -> Measured:
     """Run the layer of an account, on its configuration and its counts, and add up what autograd keeps.
 
-    Parameters
-    ----------
-    one : Account
-    device : str
-        "cpu" or "cuda".
-
-    Returns
-    -------
-    Measured
-        Not run is what no layer here does, or does in this dtype, and on a CPU what takes more than ``CPU_FLOPS``.
+    ``device`` is "cpu" or "cuda". Not run is what no layer here does, or does in this dtype, and on a CPU what takes
+    more than ``CPU_FLOPS``.
     """
     remark = _obstacle(one, device)
     if remark:
         return Measured(one, None, remark)
     config, dtype = one.config, getattr(torch, one.config.dtype)
     x = torch.randn(config.L, config.d, device=device, dtype=dtype, requires_grad=True)
-    layer = _layer_of(one, device, dtype)
+    name, options = LAYERS[one.system]
+    make = system(name, renormalize=one.assumptions.renormalize, device=device, dtype=dtype, **options(one))
+    layer = make(config.d, config.h, config.E, config.k, config.activation)
     if one.system == "conventional":  # keeps as much of any routing
         return Measured(one, measure.kept_bytes(layer, x), "")
     routing = measure.routing_of(one.assumptions.counts or uniform_counts(config), config.k).to(device)
@@ -69,8 +62,8 @@ def _obstacle(one: Account, device: str) -> str:
     """Why the layer cannot be run; empty if it can."""
     if one.system not in LAYERS:
         return "no layer here computes it so"
-    dtypes = getattr(SYSTEMS[LAYERS[one.system][0]], "dtypes", None)
-    if dtypes is not None and getattr(torch, one.config.dtype) not in dtypes:
+    dtypes = getattr(SYSTEMS[LAYERS[one.system][0]], "dtypes", ())
+    if dtypes and getattr(torch, one.config.dtype) not in dtypes:
         return f"the layer does not compute in {one.config.dtype}"
     if device == "cpu" and forward_flops(one) > CPU_FLOPS:
         return "too much work for a CPU"
@@ -82,9 +75,3 @@ def forward_flops(one: Account) -> int:
     outputs = {tensor.name: math.prod(tensor.shape) for tensor in one.tensors}  # d of each row
     projections = 3 if one.config.gated else 2
     return 2 * projections * one.config.h * outputs.get("y_rows", outputs["y"])
-
-
-def _layer_of(one: Account, device: str, dtype: torch.dtype) -> nn.Module:
-    config, (name, options) = one.config, LAYERS[one.system]
-    make = system(name, renormalize=one.assumptions.renormalize, device=device, dtype=dtype, **options(one))
-    return make(config.d, config.h, config.E, config.k, config.activation)

@@ -15,6 +15,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from moeblaze_ref.core.checks import MAX_ROUTED_ROWS
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.drawing import heading, panels
 from moeblaze_ref.core.units import GB, Unit, unit_for
 from moeblaze_ref.memory.accounting import (
     GPU_CAPACITIES,
@@ -99,15 +100,8 @@ def kept_by_tensor(one: Account) -> dict[str, int]:
 def stacked_bars(accounts: Sequence[Account]) -> Figure:
     """Kept bytes, one bar a system and policy, stacked by tensor; a tick shows the peak of the forward.
 
-    Parameters
-    ----------
-    accounts : sequence of Account
-        See `accounting.accounts`: at least one, all of one configuration; the first is drawn on top.
-
-    Returns
-    -------
-    Figure
-        Its axis is in GiB (2**30 bytes), or in MiB or KiB for a small layer.
+    The accounts are of one configuration; the first is drawn on top. The axis is in GiB (2**30 bytes), or in MiB or KiB
+    for a small layer.
 
     Raises
     ------
@@ -116,8 +110,7 @@ def stacked_bars(accounts: Sequence[Account]) -> Figure:
     """
     if not accounts:
         raise ValueError("accounts is empty, but it must hold at least one account")
-    figure = Figure(figsize=(9, 2 + 0.5 * len(accounts)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(9, 2 + 0.5 * len(accounts))
     largest = max(one.peak_bytes for one in accounts)
     unit = unit_for(largest)
     axes.set_xlim(0, unit.of(largest) * 1.3 or 1)
@@ -125,9 +118,9 @@ def stacked_bars(accounts: Sequence[Account]) -> Figure:
     _mark_peaks(axes, accounts, unit)
     axes.set_yticks(range(len(accounts)), [one.label for one in accounts])
     axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(f"L = {accounts[0].config.L:,}, {_layer(accounts[0].config)}", loc="left", fontsize="medium")
+    heading(axes, f"L = {accounts[0].config.L:,}, {_layer(accounts[0].config)}")
     axes.set_xlabel("activations of one layer kept until the backward, " + unit.name)
     figure.legend(loc="outside lower center", ncols=5, frameon=False)
     return figure
@@ -172,23 +165,16 @@ def _mark_peaks(axes, accounts, unit: Unit):
 def bytes_against_tokens(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Figure:
     """The forward's peak against L, log-log, for every system and policy, with two GPUs' capacities as lines.
 
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer; its own L is marked where it lies in the picture.
-    assumptions : Assumptions
-        Its counts are ignored: L varies, so routing is uniform.
-
-    Returns
-    -------
-    Figure
-        Both axes logarithmic; bytes in GB (1e9), as capacities are printed. Every line is labelled at its right
-        end, with the largest L that fits the smaller GPU; dots show where lines meet the capacities.
+    The layer's own L is marked where it lies in the picture. L varies, so routing is uniform: counts are ignored. Bytes
+    are in GB (1e9), as capacities are printed. Every line is labelled at its right end, with the largest L that fits
+    the smaller GPU; dots show where lines meet the capacities.
     """
     uniform = replace(assumptions, counts=None)
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
-    fitting = {variant: _fitting(config, variant, uniform) for variant in VARIANTS}
+    figure, axes = panels(9, 5.5)
+    fitting = {  # the largest L of a system and policy in each GPU
+        variant: [largest_tokens(config, *variant, capacity, uniform) for capacity in GPU_CAPACITIES.values()]
+        for variant in VARIANTS
+    }
     tokens = _token_range(config, [limit for limits in fitting.values() for limit in limits])
     ends = {}
     for variant, limits in fitting.items():
@@ -203,13 +189,8 @@ def bytes_against_tokens(config: MoEConfig, assumptions: Assumptions = Assumptio
     _draw_capacities(axes)
     _label_ends(axes, ends)
     _mark_tokens(axes, config.L)
-    axes.set_title(_layer(config), loc="left", fontsize="medium")
+    heading(axes, _layer(config))
     return figure
-
-
-def _fitting(config: MoEConfig, variant: tuple[str, str | None], assumptions: Assumptions) -> list[int]:
-    """The largest L of a system and policy in each GPU."""
-    return [largest_tokens(config, *variant, capacity, assumptions) for capacity in GPU_CAPACITIES.values()]
 
 
 def _token_range(config, limits):
@@ -226,7 +207,6 @@ def _dress_axes(axes, tokens):
         axis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.yaxis.set_major_formatter("{x:,.4g}")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("L, tokens in a step")
     axes.set_ylabel("activations of one layer at the forward's peak, GB (1e9)")
 

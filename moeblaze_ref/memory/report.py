@@ -36,20 +36,10 @@ def as_json(
     notes: Sequence[str],
     measurements: Sequence[Measured] = (),
 ) -> dict:
-    """The accounts as plain data: what ``moeblaze memory --json`` prints.
+    """The accounts of a preset's configuration as plain data: what ``moeblaze memory --json`` prints.
 
-    Parameters
-    ----------
-    preset_name : str
-        Where the configuration came from.
-    config : MoEConfig
-        The configuration of all accounts.
-    accounts : sequence of Account
-        See `accounting.accounts`.
-    notes : sequence of str
-        See `preset_notes`; the accounts' own notes, which define their symbols, follow them.
-    measurements : sequence of Measured
-        Of the accounts, in their order, or none.
+    The accounts' own notes, which define their symbols, follow those that are given, such as `preset_notes`. The
+    measurements are of the accounts, in their order, or none.
 
     Returns
     -------
@@ -89,17 +79,7 @@ def tables(
 ) -> RenderableType:
     """One table an account, one row a tensor; then the summary, what was measured, the notes. Made for 100 columns.
 
-    Parameters
-    ----------
-    config : MoEConfig
-        The configuration of all accounts; `conventional` is computed for the ratios even if it is not among them.
-    accounts, notes, measurements
-        As in `as_json`.
-
-    Returns
-    -------
-    rich renderable
-        ``rich.console.Console().print`` shows it.
+    Arguments as of `as_json`. `conventional` is computed for the ratios even if it is not among the accounts.
     """
     remarks = (COUNTED, *all_notes(accounts, notes))
     return Group(
@@ -159,9 +139,8 @@ def measured_table(measurements: Sequence[Measured]) -> Table:
         table.add_column(name, justify="right", overflow="fold")
     for one in measurements:
         formula = one.account.kept_bytes
-        found = (
-            (one.remark, "-") if one.kept_bytes is None else (f"{one.kept_bytes:,}", f"{one.kept_bytes - formula:+,}")
-        )
+        kept = one.kept_bytes
+        found = (one.remark, "-") if kept is None else (f"{kept:,}", f"{kept - formula:+,}")
         table.add_row(one.account.label, f"{formula:,}", *found)
     return table
 

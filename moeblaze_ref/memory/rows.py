@@ -12,21 +12,11 @@ from moeblaze_ref.core import checks, sparse_contracts
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one system, an entry an expert.
+    """The rows of one system, an entry an expert."""
 
-    Parameters
-    ----------
-    routed : tuple of int
-        What the router sends to each expert.
-    kept : tuple of int
-        What the expert computes of it.
-    stored : tuple of int
-        What the expert's products run over, padding included.
-    """
-
-    routed: tuple[int, ...]
-    kept: tuple[int, ...]
-    stored: tuple[int, ...]
+    routed: tuple[int, ...]  #: what the router sends to each expert
+    kept: tuple[int, ...]  #: what the expert computes of it
+    stored: tuple[int, ...]  #: what the expert's products run over, padding included
 
     @property
     def dropped(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
+from moeblaze_ref.core.drawing import panels
 from moeblaze_ref.core.units import unit_for
 from moeblaze_ref.runtime.simt.executor import LaunchReport
 
@@ -35,16 +36,8 @@ def traffic_table(reports: Sequence[LaunchReport]) -> Table:
 def traffic_bars(reports: Sequence[LaunchReport]) -> Figure:
     """Two bars a launch: the global bytes that its threads asked for, and the sectors that carry them.
 
-    Parameters
-    ----------
-    reports : sequence of LaunchReport
-        From ``SimtExecutor.recording``; the first is drawn on top.
-
-    Returns
-    -------
-    Figure
-        Its axis is in MiB (2**20 bytes), or the unit that suits. Requested bytes are not DRAM traffic: caches are
-        not modelled.
+    The reports are from ``SimtExecutor.recording``; the first is drawn on top. The axis is in MiB (2**20 bytes), or the
+    unit that suits. Requested bytes are not DRAM traffic: caches are not modelled.
 
     Raises
     ------
@@ -53,8 +46,7 @@ def traffic_bars(reports: Sequence[LaunchReport]) -> Figure:
     """
     if not reports:
         raise ValueError("reports is empty, but it must hold at least one launch")
-    figure = Figure(figsize=(8, 1.2 + 0.7 * len(reports)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(8, 1.2 + 0.7 * len(reports))
     unit = unit_for(max(report.sectors for report in reports) * SECTOR_BYTES)
     requested = [unit.of(report.read_bytes + report.written_bytes) for report in reports]
     sectors = [unit.of(report.sectors * SECTOR_BYTES) for report in reports]
@@ -66,7 +58,7 @@ def traffic_bars(reports: Sequence[LaunchReport]) -> Figure:
     axes.set_xlim(0, max(*requested, *sectors) * 1.2)
     axes.set_yticks(rows, [report.kernel for report in reports])
     axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"{unit.name} of global memory, counted access by access")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)

@@ -38,19 +38,11 @@ def step_flops_per_row(config: MoEConfig) -> int:
 def kept_bytes_per_row(config: MoEConfig, system: str, block: int = BLOCK) -> int:
     """Bytes that a row of padding keeps from forward to backward in a torch layer, by the layer's account.
 
-    They depend on the activation: in bfloat16, `CapacityMoE` keeps (d + 4*h)*2 + 5 bytes of a row with swiglu,
+    The system is ``capacity`` or ``megablocks``, the block that of ``megablocks``. The bytes depend on d, h, the
+    activation and the dtype alone: in bfloat16, `CapacityMoE` keeps (d + 4*h)*2 + 5 bytes of a row with swiglu,
     (d + 2*h)*2 + 5 with silu and (d + h)*2 + 5 with relu, whose input autograd need not keep. `BlockSparseMoE` keeps
     the outputs y of padding too, and act(a) never. An entry of the topology belongs to a block, of which a row at least
     is real, and is not counted.
-
-    Parameters
-    ----------
-    config : MoEConfig
-        Only d, h, the activation and the dtype matter.
-    system : str
-        ``capacity`` or ``megablocks``.
-    block : int
-        Rows of a block of ``megablocks``.
 
     Raises
     ------
@@ -67,20 +59,11 @@ def kept_bytes_per_row(config: MoEConfig, system: str, block: int = BLOCK) -> in
 
 @dataclass(frozen=True)
 class Waste:
-    """Lost and wasted rows of one system.
-
-    Parameters
-    ----------
-    rows : Rows
-    flops_per_row : int
-        Of a step, `step_flops_per_row`.
-    bytes_per_row : int
-        `kept_bytes_per_row`; 0 of a system that stores no padding.
-    """
+    """Lost and wasted rows of one system."""
 
     rows: Rows
-    flops_per_row: int
-    bytes_per_row: int
+    flops_per_row: int  #: of a step, `step_flops_per_row`
+    bytes_per_row: int  #: `kept_bytes_per_row`; 0 of a system that stores no padding
 
     @property
     def dropped_rows(self) -> int:
@@ -124,23 +107,11 @@ class Waste:
 def compare(
     config: MoEConfig, counts: Sequence[int], capacity_factor: float | str = DEFAULT_FACTOR, block: int = BLOCK
 ) -> dict[str, Waste]:
-    """The waste of the three systems under one routing.
+    """The waste of ``capacity``, ``megablocks`` and ``moeblaze`` under one routing.
 
-    Parameters
-    ----------
-    config : MoEConfig
-    counts : sequence of int
-        Rows that are routed to each of the E experts.
-    capacity_factor : float or str
-        Of the capacity C = ceil(capacity_factor * L * k / E); "max": C is the most rows of any expert.
-    block : int
-        Rows and columns of a block of MegaBlocks.
-
-    Returns
-    -------
-    dict of str to Waste
-        ``capacity``, ``megablocks`` and ``moeblaze``. The last has no padding, of FLOPs either, since waste is counted
-        by rows that are stored; see `moeblaze_rows`.
+    ``counts`` are the rows that are routed to each of the E experts. The capacity is C = ceil(capacity_factor * L * k /
+    E), by "max" the most rows of any expert. MegaBlocks has blocks of ``block`` rows and columns. MoEBlaze has no
+    padding, of FLOPs either, since waste is counted by rows that are stored; see `moeblaze_rows`.
 
     Raises
     ------

@@ -9,6 +9,11 @@ from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor]  # wg, w1, w2, w3
 
 
+def either(dtypes: tuple[torch.dtype, ...]) -> str:
+    """The dtypes, for a message."""
+    return " or ".join(map(str, dtypes))
+
+
 class RoutedExperts(nn.Module):
     """A router and E experts: what every torch layer of the project has, so that their states are interchangeable.
 
@@ -21,7 +26,8 @@ class RoutedExperts(nn.Module):
     renormalize : bool
         Divide the chosen gates by their sum.
     device, dtype : optional
-        Of the parameters wg (d, E), w1 and w2 (E, d, h), w3 (E, h, d); w2 is None for the ungated activations.
+        Of the parameters wg (d, E), w1 and w2 (E, d, h), w3 (E, h, d); w2 is None for the ungated activations. The
+        dtype is one of the class's ``dtypes``, if that names any.
     hosted : int, optional
         Experts whose w1, w2 and w3 are here, where others are on other devices. Default: all E.
 
@@ -30,8 +36,10 @@ class RoutedExperts(nn.Module):
     ValueError
         If a size is below 1, k > E, or the activation is unknown.
     TypeError
-        If a size is not an integer.
+        If a size is not an integer, or the dtype is not allowed.
     """
+
+    dtypes: tuple[torch.dtype, ...] = ()  #: what the layer computes in; empty: in any
 
     def __init__(
         self,
@@ -46,9 +54,9 @@ class RoutedExperts(nn.Module):
         hosted: int | None = None,
     ):
         super().__init__()
-        for name, size in (("d", d), ("h", h), ("E", E), ("k", k)):
-            checks.check_int(name, size, at_least=1)
-        checks.check_k(k, E)
+        if dtype is not None and self.dtypes and dtype not in self.dtypes:
+            raise TypeError(f"dtype is {dtype}, but it must be {either(self.dtypes)}")
+        self._check_sizes(d=d, h=h, E=E, k=k)
         checks.check_name("activation", activation, ACTIVATIONS)
         self.k, self.activation, self.renormalize = k, activation, renormalize
 
@@ -60,6 +68,11 @@ class RoutedExperts(nn.Module):
         self.w1 = parameter(here, d, h, fan_in=d)
         self.w2 = parameter(here, d, h, fan_in=d) if is_gated(activation) else None
         self.w3 = parameter(here, h, d, fan_in=h)
+
+    def _check_sizes(self, **sizes: int) -> None:
+        for name, size in sizes.items():
+            checks.check_int(name, size, at_least=1)
+        checks.check_k(sizes["k"], sizes["E"])
 
     @property
     def weights(self) -> Weights:

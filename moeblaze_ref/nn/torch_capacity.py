@@ -101,19 +101,8 @@ class CapacityMoE(MoEModule):
 class DynamicCapacityMoE(CapacityMoE):
     """`CapacityMoE` with ``capacity_factor="max"``: Tutel's dynamic capacity, the smallest that drops nothing.
 
-    Parameters
-    ----------
-    d, h, E, k, activation, renormalize, device, dtype
-        As in `CapacityMoE`.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `CapacityMoE`.
-
-    Notes
-    -----
-    The host waits for the device once a forward. MegaBlocks, section 3, compares with it.
+    Other parameters and errors are those of `CapacityMoE`. The host waits for the device once a forward. MegaBlocks,
+    section 3, compares with it.
     """
 
     def __init__(

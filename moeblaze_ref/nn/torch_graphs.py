@@ -69,11 +69,7 @@ class LayerGraphs:
     """The two graphs of a layer, and the tensors that they read and write.
 
     Nothing here refers to the layer, so the graphs go with the last reference to it, without the garbage collector.
-
-    Parameters
-    ----------
-    layer, x
-        As in `graphed`.
+    Parameters are those of `graphed`.
 
     Attributes
     ----------

@@ -20,7 +20,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import torch_node
-from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights
+from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights, either
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, aligned, has_backward
 from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
 from moeblaze_ref.runtime.torch_bridge import Bridge
@@ -47,36 +47,10 @@ class MoEOutput(NamedTuple):
 class MoEModule(RoutedExperts):
     """What every system's torch layer has in common: its checks, autocast, replayed routing and its output.
 
-    A system says in ``dtypes`` what it computes in, and in ``_run`` how.
-
-    Parameters
-    ----------
-    d, h, E, k, activation, renormalize, device, dtype, hosted
-        As in `RoutedExperts`; the dtype is one of ``dtypes``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `RoutedExperts`, or if the dtype is not allowed.
+    A system says in ``dtypes`` what it computes in, and in ``_run`` how. Its constructor is that of `RoutedExperts`.
     """
 
     dtypes: tuple[torch.dtype, ...] = DTYPES
-
-    def __init__(
-        self,
-        d: int,
-        h: int,
-        E: int,
-        k: int,
-        activation: str = "swiglu",
-        renormalize: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        hosted: int | None = None,
-    ):
-        if dtype is not None and dtype not in self.dtypes:
-            raise TypeError(f"dtype is {dtype}, but it must be {_either(self.dtypes)}")
-        super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted)
 
     def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
         """The layer's output for the tokens x.
@@ -133,12 +107,7 @@ class MoEModule(RoutedExperts):
 
 
 class KernelMoE(MoEModule):
-    """A system over the raw CUDA stages, as one node of autograd's graph.
-
-    Parameters
-    ----------
-    d, h, E, k, activation, renormalize, device, dtype, hosted
-        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
+    """A system over the raw CUDA stages, as one node of autograd's graph, in float32, bfloat16 or float16.
 
     Attributes
     ----------
@@ -148,24 +117,14 @@ class KernelMoE(MoEModule):
     Raises
     ------
     ValueError, TypeError
-        As `MoEModule`, or if E or k is more than the kernels take.
+        As `RoutedExperts`, or if E or k is more than the kernels take.
     """
 
-    def __init__(
-        self,
-        d: int,
-        h: int,
-        E: int,
-        k: int,
-        activation: str = "swiglu",
-        renormalize: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        hosted: int | None = None,
-    ):
-        super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted)
-        checks.check_kernel_limits(E, k)
-        self.executor: str | None = None
+    executor: str | None = None
+
+    def _check_sizes(self, **sizes: int) -> None:
+        super()._check_sizes(**sizes)
+        checks.check_kernel_limits(sizes["E"], sizes["k"])
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         system, name = self._system(x, weights), type(self).__name__
@@ -282,10 +241,6 @@ class _MoEBlaze(NamedTuple):
 # ---- checks --------------------------------------------------------------------------------
 
 
-def _either(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(map(str, dtypes))
-
-
 def _check_tensors(x: Tensor, weights: Weights, layer: MoEModule) -> None:
     """Everything lies on one device and has a dtype that the layer computes in; the shape of x fits."""
     if x.device.type not in ("cpu", "cuda"):
@@ -294,7 +249,7 @@ def _check_tensors(x: Tensor, weights: Weights, layer: MoEModule) -> None:
         if tensor is None:
             continue
         if tensor.dtype not in layer.dtypes:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {_either(layer.dtypes)}")
+            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {either(layer.dtypes)}")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
     _check_shapes(*weights)

@@ -70,15 +70,7 @@ class _MemoryOptimized(MegaBlocks):
 class MemoryOptimizedMoE(BlockSparseMoE):
     """MegaBlocks with ``memory_optimized_mlp``: `BlockSparseMoE` that keeps what the published system keeps.
 
-    Parameters
-    ----------
-    d, h, E, k, activation, renormalize, block, version, device, dtype
-        As in `BlockSparseMoE`.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `BlockSparseMoE`.
+    Parameters and errors are those of `BlockSparseMoE`.
 
     Notes
     -----

@@ -15,17 +15,7 @@ from moeblaze_ref.systems.layer import MoEWeights
 class SequentialMoE(MoEModule):
     """A mixture of experts that computes one expert after another: nothing is dropped, nothing is padded.
 
-    Parameters
-    ----------
-    d, h, E, k, activation, renormalize, device, dtype
-        As in `RoutedExperts`; the dtype is float64, float32, bfloat16 or float16.
-
-    Raises
-    ------
-    ValueError
-        If a size is below 1, k > E, or the activation is unknown.
-    TypeError
-        If a size is no integer, or the dtype is not allowed.
+    Parameters and errors are those of `RoutedExperts`; the dtype is float64, float32, bfloat16 or float16.
 
     Notes
     -----

@@ -21,13 +21,7 @@ tracing = torch._C._get_tracing_state  # what torch.jit.trace has recorded; None
 
 
 def refuse_transform(layer: str) -> None:
-    """Raise RuntimeError if torch.jit.trace is running, or a transform that the layer does not run under.
-
-    Parameters
-    ----------
-    layer : str
-        The name of the layer, for the message.
-    """
+    """Raise RuntimeError if torch.jit.trace is running, or a transform under which the ``layer`` (its name) cannot."""
     if tracing():
         raise RuntimeError(
             f"torch.jit.trace cannot record {layer}: save its state_dict, and load it into a {layer} where it runs"
@@ -47,19 +41,9 @@ def refuse_forward_mode(layer: str) -> NoReturn:
 
 
 def check_backward(layer: str, gradients: Iterable[Tensor | None]) -> None:
-    """Raise RuntimeError for a backward that a node of the layer cannot do.
+    """Raise RuntimeError for a backward that a node of the ``layer`` (its name) cannot do.
 
-    Parameters
-    ----------
-    layer : str
-        The name of the layer, for the message.
-    gradients : iterable of Tensor or None
-        What autograd gives the node's backward.
-
-    Raises
-    ------
-    RuntimeError
-        If gradients of these gradients are wanted, which would be wrong, or if the gradients are batches.
+    If gradients of its gradients were wanted, they would be wrong; it takes no batches of gradients either.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(f"{layer} has no second derivative: call backward or grad without create_graph=True")

@@ -8,17 +8,10 @@ from moeblaze_ref.bench import accuracy
 def checked_errors(what: str, found: Tensor, expected: Tensor) -> dict[str, float]:
     """Check a result, and return its columns ``error`` and ``row_error``, see `accuracy.Error`.
 
-    Parameters
-    ----------
-    what : str
-        The result's name, for the message.
-    found, expected : Tensor
-        Of one shape.
-
     Raises
     ------
     ArithmeticError
-        If an error is above `accuracy.BOUND` or `accuracy.ROW_BOUND`, or NaN.
+        If an error is above `accuracy.BOUND` or `accuracy.ROW_BOUND`, or NaN. The message names the result by ``what``.
     ValueError
         If the shapes differ.
     """

@@ -39,15 +39,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def local_layer(model: str, E: int = LOCAL_EXPERTS) -> MoEConfig:
-    """Return the MoE layer that one GPU computes in a step of table 3's micro batch.
-
-    Parameters
-    ----------
-    model : str
-        One of ``MICRO_BATCHES``.
-    E : int
-        Experts of this GPU.
-    """
+    """Return the MoE layer that one GPU, with E experts, computes in a step of the model's micro batch of table 3."""
     size = MODELS[model]
     return MoEConfig(MICRO_BATCHES[model] * size.sequence, size.d, 4 * size.d, E, k=1, activation="gelu")
 
@@ -57,22 +49,12 @@ def local_layer(model: str, E: int = LOCAL_EXPERTS) -> MoEConfig:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The operands of all six products, expert by expert; m = L / E rows each.
+    """The operands of all six products, expert by expert; m = L / E rows each."""
 
-    Parameters
-    ----------
-    rows : Tensor (E, m, d)
-        In the place of x and of the gradient of y.
-    hidden : Tensor (E, m, h)
-        In the place of y_swi and of the gradient of a.
-    w1 : Tensor (E, d, h)
-    w3 : Tensor (E, h, d)
-    """
-
-    rows: Tensor
-    hidden: Tensor
-    w1: Tensor
-    w3: Tensor
+    rows: Tensor  #: (E, m, d), in the place of x and of the gradient of y
+    hidden: Tensor  #: (E, m, h), in the place of y_swi and of the gradient of a
+    w1: Tensor  #: (E, d, h)
+    w3: Tensor  #: (E, h, d)
 
     @classmethod
     def random(cls, config: MoEConfig, device: torch.device) -> "Experts":
@@ -95,17 +77,8 @@ class Experts:
 class BlockSparse:
     """The same operands as the block-sparse stage takes them, and its options.
 
-    Parameters
-    ----------
-    experts : Experts
-    block : int
-        Rows and columns of a block. Each expert's rows are padded with zeros to whole blocks.
-    device : torch.device
-
-    Attributes
-    ----------
-    options : dict
-        Executor and version, of every product.
+    ``block`` is the number of rows and columns of a block. Each expert's rows are padded with zeros to whole blocks.
+    ``options`` are executor and version of every product.
     """
 
     def __init__(self, experts: Experts, block: int, device: torch.device):
@@ -158,21 +131,11 @@ def matrices_of(blocks: Tensor, E: int, h: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Product:
-    """One of the six products.
+    """One of the six products."""
 
-    Parameters
-    ----------
-    ours : callable
-        Runs the block-sparse stage.
-    dense : callable
-        Returns the two operands of the batched product, (E, ., .) each.
-    sparse : bool
-        Whether the result is block-sparse.
-    """
-
-    ours: Callable[..., Array]
-    dense: Callable[[Experts], Pair]
-    sparse: bool = False
+    ours: Callable[..., Array]  #: runs the block-sparse stage
+    dense: Callable[[Experts], Pair]  #: returns the two operands of the batched product, (E, ., .) each
+    sparse: bool = False  #: whether the result is block-sparse
 
 
 # Section 5.1: forward of both layers, gradients of the second layer, gradients of the first.
@@ -221,16 +184,7 @@ def _errors(names: Sequence[str], experts: Experts, blocks: BlockSparse) -> dict
 def time_product(model: str, name: str, config: MoEConfig, device: Device, block: int = block_sparse.BLOCK) -> Rows:
     """Time one product beside torch.bmm, interleaved, by replays of CUDA graphs.
 
-    Parameters
-    ----------
-    model : str
-        The name in the row.
-    name : str
-        One of ``PRODUCTS``.
-    config : MoEConfig
-        The layer, see `local_layer`.
-    device : Device
-    block : int
+    ``model`` is the name in the row, ``name`` one of ``PRODUCTS``, and ``config`` the layer, see `local_layer`.
 
     Returns
     -------
@@ -277,10 +231,7 @@ def product_flops(config: MoEConfig) -> int:
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how near the products of figure 9 come to cuBLAS batched, in percent of its rate.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `time_product` returns them, of one device.
+    The rows are as `time_product` returns them, of one device.
 
     Returns
     -------
@@ -317,14 +268,7 @@ def time_experts(model: str, config: MoEConfig, device: Device, block: int = blo
     Both are timed as the host launches them, which is what many small products cost, and as CUDA graphs, without the
     host.
 
-    Parameters
-    ----------
-    model : str
-        The name in the row.
-    config : MoEConfig
-        The layer, see `local_layer`.
-    device : Device
-    block : int
+    ``model`` is the name in the row, and ``config`` the layer, see `local_layer`.
 
     Returns
     -------

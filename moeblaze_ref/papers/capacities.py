@@ -38,20 +38,12 @@ NO_TIMES = {"seconds_at": None, "seconds": None}  # of a CPU, where ``oracle`` s
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of the model: its layer, capacity factor and sizes.
+    """A variant of the model: its layer, capacity factor and sizes."""
 
-    Parameters
-    ----------
-    layer : str
-        One of ``systems.SYSTEMS``.
-    capacity_factor : float or str, optional
-        Of the layer ``capacity``; "max" is the smallest that drops nothing, in every step and layer anew.
-    config_of : callable
-        Returns the variant's sizes, from those that all variants share.
-    """
-
-    layer: str
+    layer: str  #: one of ``systems.SYSTEMS``
+    #: Of the layer ``capacity``; "max" is the smallest that drops nothing, in every step and layer anew.
     capacity_factor: float | str | None = None
+    #: Returns the variant's sizes, from those that all variants share.
     config_of: Callable[[LMConfig], LMConfig] = lambda shared: shared
 
 
@@ -106,13 +98,8 @@ SIZES = {
 def jobs(device: Device, earlier: Sequence[Mapping[str, Any]] = ()) -> list[Callable[[], Rows]]:
     """Return a job for each variant and seed; each returns one row, see `row_of`.
 
-    Before its first run a variant takes a step that is thrown away, so that no compilation is in the time of a run.
-
-    Parameters
-    ----------
-    device : Device
-    earlier : sequence of dict
-        The rows of earlier runs. The seeds are the ``SEEDS`` that follow theirs.
+    The ``SEEDS`` seeds follow those of ``earlier``, the rows of earlier runs. Before its first run a variant takes a
+    step that is thrown away, so that no compilation is in the time of a run.
     """
     place = device.torch_device
     compiled: set[str] = set()
@@ -149,18 +136,7 @@ def settings_of(name: str, seed: int, base: TrainSettings, device_type: str) -> 
 
 
 def train(name: str, seed: int, base: TrainSettings, corpus: data.Corpus, device: torch.device) -> Rows:
-    """Train one variant with one seed and return its row, on a CPU with ``NO_TIMES``.
-
-    Parameters
-    ----------
-    name : str
-        One of ``VARIANTS``.
-    seed : int
-    base : TrainSettings
-        What all runs share.
-    corpus : data.Corpus
-    device : torch.device
-    """
+    """Train a variant with one seed on the settings that all runs share; return its row, on a CPU with ``NO_TIMES``."""
     settings = settings_of(name, seed, base, device.type)
     with TemporaryDirectory() as folder:
         lines = run.run(
@@ -175,15 +151,7 @@ def train(name: str, seed: int, base: TrainSettings, corpus: data.Corpus, device
 
 
 def row_of(name: str, settings: TrainSettings, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the row of a finished run.
-
-    Parameters
-    ----------
-    name : str
-        One of ``VARIANTS``.
-    settings : TrainSettings
-    lines : sequence of dict
-        As `run.run` returns them.
+    """Return the row of a finished run of a variant, from the lines of `run.run`.
 
     Returns
     -------
@@ -217,16 +185,10 @@ def row_of(name: str, settings: TrainSettings, lines: Sequence[Mapping[str, Any]
 
 
 def pools(runs: Iterable[Run], *variants: str) -> list[list[Run]]:
-    """Return the runs that trained all of these variants, in groups of one device and the same models.
+    """Return the runs of this item that trained all of these variants, in groups of one device and the same models.
 
     The runs of a group may differ in their steps and commits. Our kernels have no part in a loss of these variants:
     all but the dropless one are plain torch.
-
-    Parameters
-    ----------
-    runs : iterable of Run
-        Of this item.
-    *variants : str
     """
     groups = defaultdict(list)
     for found in runs:
@@ -242,21 +204,11 @@ def _model(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class Gain(NamedTuple):
-    """Difference of the losses of two variants, paired seed by seed.
+    """Difference of the losses of two variants, paired seed by seed."""
 
-    Parameters
-    ----------
-    mean : float
-        Nats a byte, over the seeds that both have.
-    error : float
-        Standard error of the mean; infinite of a single seed.
-    seeds : int
-        Different ones.
-    """
-
-    mean: float
-    error: float
-    seeds: int
+    mean: float  #: nats a byte, over the seeds that both have
+    error: float  #: standard error of the mean; infinite of a single seed
+    seeds: int  #: different ones
 
     @property
     def resolved(self) -> bool:
@@ -265,23 +217,16 @@ class Gain(NamedTuple):
 
 
 def gain(runs: Iterable[Sequence[Mapping[str, Any]]], before: str, after: str) -> Gain:
-    """Return the gain in held-out loss of the variant ``after`` over ``before``, of all runs together.
+    """Return the gain in held-out loss of the variant ``after`` over ``before``, of all runs of a pool together.
 
     The two losses of a difference are of one seed and one run. A seed counts once, by the mean of its differences: its
     runs begin with the same weights and read the same text, so they are not independent, however long they train. The
-    seeds are, and the standard error is that of their means.
-
-    Parameters
-    ----------
-    runs : iterable of sequence of dict
-        The rows of each run, as `row_of` returns them: of one of the `pools`.
-    before, after : str
-        Variants.
+    seeds are, and the standard error is that of their means. A run has the rows of `row_of`.
 
     Raises
     ------
     ValueError
-        If they have no seed in common.
+        If the variants have no seed in common.
     """
     of_seed = defaultdict(list)
     for rows in runs:
@@ -297,18 +242,10 @@ def gain(runs: Iterable[Sequence[Mapping[str, Any]]], before: str, after: str) -
 
 
 class EqualLoss(NamedTuple):
-    """The time of the dropless model beside the best capacity factor, at a loss that all of them reach.
+    """The time of the dropless model beside the best capacity factor, at a loss that all of them reach."""
 
-    Parameters
-    ----------
-    loss : float
-        Nats a byte.
-    seconds : dict of str to float
-        Of training until that loss, by variant.
-    """
-
-    loss: float
-    seconds: dict[str, float]
+    loss: float  #: nats a byte
+    seconds: dict[str, float]  #: of training until that loss, by variant
 
     @property
     def best_factor(self) -> str:
@@ -325,12 +262,8 @@ def equal_loss(rows: Sequence[Mapping[str, Any]]) -> EqualLoss:
     """Return when the dropless model and each fixed capacity factor reach the same held-out loss.
 
     The loss is the lowest that all of them reach. Losses and times are means over the seeds, and linear between two
-    validations.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `row_of` returns them, of one GPU, with the variant dropless and every one of ``FIXED_FACTORS``.
+    validations. The rows are those of `row_of`, of one GPU, with the variant dropless and every one of
+    ``FIXED_FACTORS``.
     """
     curves_of = {}
     for name in (*FIXED_FACTORS, "dropless"):
@@ -347,46 +280,3 @@ def _reached(loss: float, seconds: np.ndarray, losses: np.ndarray) -> float:
         return float(seconds[0])
     pair = slice(after - 1, after + 1)
     return float(np.interp(-loss, -losses[pair], seconds[pair]))
-
-
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return each variant's held-out loss over its seeds.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `row_of` returns them, of one device.
-
-    Returns
-    -------
-    dict
-        By variant, in the order of ``VARIANTS``: {seeds, mean, deviation, seconds, dropped_share}: number of runs, mean
-        and sample deviation of their losses (None of a single run), mean seconds (None of a CPU), and the mean share of
-        dropped rows, None where none can be dropped.
-
-    Raises
-    ------
-    ValueError
-        If there is no row.
-    """
-    if not rows:
-        raise ValueError("rows is empty, but it must hold at least one run")
-    found = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
-    return {name: _of_variant(runs) for name, runs in found.items() if runs}
-
-
-def _of_variant(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    losses = [row["held_out_loss"] for row in runs]
-    return {
-        "seeds": len(runs),
-        "mean": fmean(losses),
-        "deviation": stdev(losses) if len(losses) > 1 else None,
-        "seconds": _mean([row["seconds"] for row in runs]),
-        "dropped_share": _mean([row["dropped_share"] for row in runs]),
-    }
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean; None if a value is None, as every value is then."""
-    numbers = [value for value in values if value is not None]
-    return None if len(numbers) < len(values) else fmean(numbers)

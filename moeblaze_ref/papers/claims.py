@@ -29,19 +29,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class PrintedNumber:
-    """A number as a paper prints it.
+    """A number as a paper prints it, and the values that agree with it, in the unit of the value that is compared."""
 
-    Parameters
-    ----------
-    text : str
-        As printed, with its unit.
-    low, high : float
-        The values that agree with it, both ends included, in the unit of the value that is compared.
-    """
-
-    text: str
+    text: str  #: as printed, with its unit
     low: float
-    high: float
+    high: float  #: both ends are included
 
     def holds(self, value: float) -> bool:
         """Return True if a value agrees; NaN never does."""
@@ -65,55 +57,27 @@ def more_than(number: float, text: str) -> PrintedNumber:
 
 @dataclass(frozen=True)
 class Mistake:
-    """An error in a paper.
+    """An error in a paper."""
 
-    Parameters
-    ----------
-    gives : str
-        What the formula gives in place of what is printed, as the row shows it. It is typed in, never computed: a row
-        whose formula gives anything else fails.
-    why : str
-        What is wrong.
-    """
-
+    #: What the formula gives in place of what is printed, as the row shows it. It is typed in, never computed: a row
+    #: whose formula gives anything else fails.
     gives: str
-    why: str
+    why: str  #: what is wrong
 
 
 @dataclass(frozen=True)
 class Row:
-    """One claim.
+    """One claim."""
 
-    Parameters
-    ----------
-    item : str
-        Id of the item of `papers.items.ITEMS` that it belongs to.
-    what : str
-        What the numbers are of.
-    printed : str
-        The paper's value; empty if it prints none.
-    formula : str
-        What the formula gives; empty if there is none.
-    ours : str
-        What we measured, with its device; empty if nothing is measured.
-    verdict : Verdict
-    why : str
-        The reason of any verdict but "agrees".
-    detail : bool
-        Whether the row is left out of the table of all items.
-    sources : tuple of Source
-        The runs that ``ours`` comes from.
-    """
-
-    item: str
-    what: str
-    printed: str = ""
-    formula: str = ""
-    ours: str = ""
+    item: str  #: id of the item of `papers.items.ITEMS` that it belongs to
+    what: str  #: what the numbers are of
+    printed: str = ""  #: the paper's value; empty if it prints none
+    formula: str = ""  #: what the formula gives; empty if there is none
+    ours: str = ""  #: what we measured, with its device; empty if nothing is measured
     verdict: Verdict = Verdict.AGREES
-    why: str = ""
-    detail: bool = False
-    sources: tuple[Source, ...] = ()
+    why: str = ""  #: the reason of any verdict but "agrees"
+    detail: bool = False  #: whether the row is left out of the table of all items
+    sources: tuple[Source, ...] = ()  #: the runs that ``ours`` comes from
 
     def by(self, sources: Iterable[Source]) -> "Row":
         """Return the row with the runs that ``ours`` comes from."""
@@ -140,64 +104,22 @@ def compared(
     value: float,
     show: Callable[[float], str],
     mistake: Mistake | None = None,
-    ours: str = "",
-    detail: bool = False,
 ) -> Row:
-    """Compare what a formula gives with what a paper prints.
+    """Compare a formula's value, which ``show`` writes, with what a paper prints.
 
-    Parameters
-    ----------
-    what : str
-    printed : PrintedNumber
-    value : float
-        Of the formula, computed here.
-    show : callable
-        Writes the value.
-    mistake : Mistake, optional
-        Of the paper, where the value does not agree.
-    ours : str
-        What we measured of it.
-    detail : bool
-        As in `Row`.
-
-    Returns
-    -------
-    Row
-        Its item is still empty: `Item.rows` fills it in.
+    The row's item is still empty: `Item.rows` fills it in.
     """
-    formula = show(value)
-    verdict, why = _verdict(printed.holds(value), formula, mistake)
-    return Row("", what, printed.text, formula, ours, verdict, why, detail=detail)
+    return stated(what, printed.text, printed.holds(value), show(value), mistake)
 
 
-def measured(
-    what: str,
-    printed: PrintedNumber,
-    values: Sequence[float],
-    ours: str,
-    differs: str,
-    formula: str = "",
-    detail: bool = False,
-) -> Row:
-    """Compare values that we measured with a printed number.
+def measured(what: str, printed: PrintedNumber, values: Sequence[float], ours: str, differs: str) -> Row:
+    """Compare values that we measured with a printed number; without values the row is not measured yet.
 
-    Parameters
-    ----------
-    what, printed, detail
-        As in `compared`.
-    values : sequence of float
-        The row agrees if all of them do. Without values it is not measured yet.
-    ours : str
-        The values with their devices.
-    differs : str
-        Why ours differs where a value does not agree.
-    formula : str
-        What a formula gives.
+    The row agrees if all values do; ``differs`` says why one may not. ``ours`` has the values with their devices.
     """
     if not values:
-        return not_measured(what, printed.text, formula)
-    found = observed(what, printed.text, all(map(printed.holds, values)), ours, differs)
-    return replace(found, formula=formula, detail=detail)
+        return not_measured(what, printed.text)
+    return observed(what, printed.text, all(map(printed.holds, values)), ours, differs)
 
 
 def observed(what: str, printed: str, holds: bool, ours: str, differs: str) -> Row:
@@ -232,9 +154,9 @@ def contradicted(row: Row) -> Row:
     return replace(row, verdict=Verdict.FAILS, why="what we measured is not what the formula gives")
 
 
-def not_measured(what: str, printed: str = "", formula: str = "", why: str = "no recorded run") -> Row:
+def not_measured(what: str, printed: str, why: str = "no recorded run") -> Row:
     """Name something that can be measured and was not yet, and what is missing."""
-    return Row("", what, printed, formula, "", Verdict.NOT_MEASURED, why)
+    return Row("", what, printed, verdict=Verdict.NOT_MEASURED, why=why)
 
 
 def not_reproduced(what: str, printed: str, why: str, ours: str = "") -> Row:

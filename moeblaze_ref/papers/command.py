@@ -9,11 +9,8 @@ from rich.progress import Progress
 
 from moeblaze_ref.core import figures, provenance, records
 from moeblaze_ref.papers import items, results
-from moeblaze_ref.papers.claims import failures
 from moeblaze_ref.papers.item import Item
 from moeblaze_ref.papers.results import Recorded
-
-__all__ = ["Recorded", "check_plots", "chosen", "failures", "measure", "write_plots"]
 
 
 def chosen(ids: Sequence[str], gpu: bool, record: Path | None, plot: Path | None = None) -> list[Item]:
@@ -49,21 +46,15 @@ def measure(
 ) -> Recorded:
     """Measure items on this GPU, one after the other, and return what is recorded then.
 
-    Parameters
-    ----------
-    found : sequence of Item
-    record : Path, optional
-        The file that the runs are added to. Default: a temporary one.
-    progress_bar : callable
-    force : bool
-        Replace a file of another kind.
+    The runs are added to the file ``record``, by default a temporary one. With ``force`` they replace a file of another
+    kind.
 
     Raises
     ------
     ValueError, OSError
         If there is no GPU, or the file cannot take runs of it.
     """
-    from moeblaze_ref.bench import plan
+    from moeblaze_ref.bench import plan  # which takes torch along
 
     device = plan.gpu()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,15 +69,7 @@ def measure(
 
 
 def check_plots(found: Sequence[Item], folder: Path, record: Path | None = None, force: bool = False):
-    """Check that pictures of the recorded runs and of runs here may be written.
-
-    Parameters
-    ----------
-    found : sequence of Item
-    folder : Path
-    record : Path, optional
-        The file that the runs are added to. It must be none of the pictures.
-    force : bool
+    """Check that pictures of the recorded runs and of runs here may be written, and that ``record`` is none of them.
 
     Raises
     ------

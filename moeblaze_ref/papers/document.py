@@ -6,6 +6,7 @@ quotes `summary`; a test compares the two.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from moeblaze_ref.core import documents, source_hashes
@@ -29,7 +30,6 @@ BASELINES = {
     "gather_sum_compiled": "torch.compile",
 }
 DEVICE_OF_THE_PAPERS = "H100"
-PRINTED_SPEED = {"moeblaze-fig4": "1.4x to 3.7x", "moeblaze-fig6": "2x to 6.2x"}
 # The three layers of which PAPERS' facts are quoted: configuration and activation.
 QUOTED = (("conf4", "silu"), ("conf3", "swiglu"), ("conf4", "relu"))
 
@@ -89,19 +89,11 @@ def _span(activation: str, baseline: str) -> str:
 
 
 class DispatchShare(NamedTuple):
-    """The dispatch of one configuration beside its training step, in milliseconds.
-
-    Parameters
-    ----------
-    ours, printed : float
-        Our dispatch, and the paper's steps as printed.
-    step : float
-        A SwiGLU step under policy ``minimal``, of the fastest recorded run.
-    """
+    """The dispatch of one configuration beside its training step, in milliseconds."""
 
     ours: float
-    printed: float
-    step: float
+    printed: float  #: the paper's steps as printed
+    step: float  #: with SwiGLU under policy ``minimal``, of the fastest recorded run
 
     @property
     def percents(self) -> tuple[float, float]:
@@ -109,11 +101,12 @@ class DispatchShare(NamedTuple):
         return 100 * self.ours / self.step, 100 * self.printed / self.step
 
 
-def dispatch_shares(recorded: Recorded, device: str = DEVICE_OF_THE_PAPERS) -> dict[str, DispatchShare]:
-    """Return the share of each preset on one device, in the last recorded run of the dispatch."""
-    dispatches = {(row["preset"], row["kernel"]): row["ms"] for row in _rows(recorded, "moeblaze-4.2", device)}
+def dispatch_shares(recorded: Recorded) -> dict[str, DispatchShare]:
+    """Return the share of each preset on the papers' device, in the last recorded run of the dispatch."""
+    of_dispatch = _rows(recorded, "moeblaze-4.2", DEVICE_OF_THE_PAPERS)
+    dispatches = {(row["preset"], row["kernel"]): row["ms"] for row in of_dispatch}
     steps = defaultdict(list)
-    for row in _rows(recorded, "moeblaze-fig6", device):
+    for row in _rows(recorded, "moeblaze-fig6", DEVICE_OF_THE_PAPERS):
         if (row["system"], row["policy"]) == ("moeblaze", MINIMAL):
             steps[row["preset"]].append(row["step_ms"])
     return {
@@ -197,7 +190,8 @@ def ranges(recorded: Recorded) -> str:
         found = moeblaze.speeds(recorded, item, activation, MINIMAL)
         for device, *cells in _by_device(found):
             values = [float(cell) for cell in cells if cell]
-            lines.append([NAMES[activation], PRINTED_SPEED[item], device, f"{min(values):.2f} to {max(values):.2f}"])
+            printed_text = moeblaze.PRINTED_SPEED[item].text
+            lines.append([NAMES[activation], printed_text, device, f"{min(values):.2f} to {max(values):.2f}"])
     return documents.table(["activation", "the paper prints", "device", "ours"], lines, 4) if lines else ""
 
 
@@ -235,21 +229,22 @@ def _versions(run: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "triton") if name in run["versions"])
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
-    "ratios": ratios,
-    "printed": printed,
-    "savings": savings,
-    "dispatch": lambda: dispatch(Recorded()),
-    "ranges": lambda: ranges(Recorded()),
-    "speed": lambda: speed(Recorded()),
-    "baselines": lambda: baselines(Recorded()),
-    "measured": lambda: measured(Recorded()),
+BLOCKS: dict[str, Callable[[Recorded], str]] = {
+    "ratios": lambda _: ratios(),
+    "printed": lambda _: printed(),
+    "savings": lambda _: savings(),
+    "dispatch": dispatch,
+    "ranges": ranges,
+    "speed": speed,
+    "baselines": baselines,
+    "measured": measured,
 }
 
 
 def fill(text: str) -> str:
     """Return a page with its generated blocks written anew; raises ValueError as `documents.fill`."""
-    return documents.fill(text, BLOCKS)
+    recorded = Recorded()
+    return documents.fill(text, {name: partial(block, recorded) for name, block in BLOCKS.items()})
 
 
 def write():

@@ -19,34 +19,19 @@ class Item:
 
     Its functions are named as "module:function" of this package and imported on first use: what measures on a GPU needs
     torch, and what solves integer programs needs a solver.
-
-    Parameters
-    ----------
-    id : str
-        What the command calls it: "moeblaze-fig3".
-    place : str
-        Paper and place: "MoEBlaze, figure 3".
-    title : str
-        What it is about.
-    claims : str
-        Makes its rows from what is recorded.
-    measured_by : str, optional
-        Takes a ``runtime.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
-    continued : bool
-        Whether a further run goes on after the earlier ones, with new seeds: then ``measured_by`` takes their rows too.
-    drawn_by : str, optional
-        Draws the recorded runs of one device, given the rows of each; draws the formulas if the item is not measured.
-    assumption : str
-        What the paper does not say and we assume, shown with the rows; empty if there is nothing.
     """
 
-    id: str
-    place: str
-    title: str
-    claims: str
+    id: str  #: what the command calls it: "moeblaze-fig3"
+    place: str  #: paper and place: "MoEBlaze, figure 3"
+    title: str  #: what it is about
+    claims: str  #: makes its rows from what is recorded
+    #: Takes a ``runtime.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
     measured_by: str | None = None
+    #: Whether a further run goes on after the earlier ones, with new seeds: then ``measured_by`` takes their rows too.
     continued: bool = False
+    #: Draws the recorded runs of one device, given the rows of each; draws the formulas if the item is not measured.
     drawn_by: str | None = None
+    #: What the paper does not say and we assume, shown with the rows; empty if there is nothing.
     assumption: str = ""
 
     def rows(self, recorded: Recorded) -> list[Row]:

@@ -3,14 +3,14 @@
 Source: MegaBlocks (arXiv 2211.15841), figures 2, 5, 8, 9 and 10.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from moeblaze_ref.core.drawing import heading, panels
 from moeblaze_ref.memory.plots import (
     BLACK,
     BLUE,
@@ -49,26 +49,13 @@ BAND = 0.15  # opacity of a spread
 FIRST_POINT = 5  # validations in the first half of a run: their losses would flatten the rest
 
 
-def _of_the_last_run(draw: Callable[[Rows], Figure]) -> Callable[..., Figure]:
-    """Let a function of one run's rows draw the last of several runs."""
-
-    @wraps(draw)
-    def drawn_last(*runs: Rows) -> Figure:
-        return draw(runs[-1])
-
-    return drawn_last
-
-
-@_of_the_last_run
-def squares(rows: Rows) -> Figure:
+def squares(*runs: Rows) -> Figure:
     """Draw figure 5: the rate of every tile and of cuBLAS against the size of square products.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `squares.time_square` returns them.
+    The rows are those of `squares.time_square`.
     """
-    figure, axes = _one_panel(rows, (8, 4.5))
+    rows = _of_the_last(runs)
+    figure, axes = panels(8, 4.5)
     for tile, look in TILE_LOOKS.items():
         found = sorted((row["n"], row["tflops"]) for row in rows if tuple(row["tile"] or ()) == (tile or ()))
         if found:
@@ -85,16 +72,13 @@ def _tile_name(tile: tuple[int, int] | None) -> str:
     return "cuBLAS" if tile is None else f"Triton, {tile[0]}x{tile[1]}"
 
 
-@_of_the_last_run
-def products(rows: Rows) -> Figure:
+def products(*runs: Rows) -> Figure:
     """Draw figure 9: every block-sparse product in percent of the rate of cuBLAS batched.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `block_products.time_product` returns them.
+    The rows are those of `block_products.time_product`.
     """
-    figure, axes = _one_panel(rows, (9, 4))
+    rows = _of_the_last(runs)
+    figure, axes = panels(9, 4)
     models = list(dict.fromkeys(row["model"] for row in rows))
     width = 0.9 / len(PRODUCTS)
     for number, (name, color) in enumerate(PRODUCT_COLORS.items()):
@@ -110,20 +94,15 @@ def products(rows: Rows) -> Figure:
     return figure
 
 
-@_of_the_last_run
-def experts(rows: Rows) -> Figure:
+def experts(*runs: Rows) -> Figure:
     """Draw figure 10: how many times as fast the block-sparse products are as one expert after another.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `block_products.time_experts` returns them.
+    The rows are those of `block_products.time_experts`.
     """
-    _check(rows)
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    rows = _of_the_last(runs)
+    figure, shown = panels(9, 4, 1, 2, sharey=True)
     ways = {"launched by the host": ("ms", "sequential_ms"), "as CUDA graphs": ("graph_ms", "sequential_graph_ms")}
-    for axes, (way, (ours, theirs)) in zip(panels, ways.items(), strict=True):
+    for axes, (way, (ours, theirs)) in zip(shown, ways.items(), strict=True):
         for model in dict.fromkeys(row["model"] for row in rows):
             found = sorted((row["E"], row[theirs] / row[ours]) for row in rows if row["model"] == model)
             color = MODEL_COLORS.get(model, BLACK)
@@ -134,39 +113,32 @@ def experts(rows: Rows) -> Figure:
         axes.yaxis.set_major_formatter("{x:g}x")
         axes.set_xlabel("E, experts")
         _dress(axes, "", way)
-    panels[0].set_ylabel("times as fast as one expert after another")
-    panels[0].legend(frameon=False, handlelength=4)
+    shown[0].set_ylabel("times as fast as one expert after another")
+    shown[0].legend(frameon=False, handlelength=4)
     return figure
 
 
-@_of_the_last_run
-def capacities(rows: Rows) -> Figure:
+def capacities(*runs: Rows) -> Figure:
     """Draw figures 2 and 8: validation loss by capacity factor against steps and time, and at the end of each seed.
 
-    Lines are means over the seeds, bands one sample deviation on either side. Rows of a CPU have no times, nor a panel
-    against time.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `capacities.row_of` returns them.
+    Lines are means over the seeds, bands one sample deviation on either side. The rows are those of
+    `capacities.row_of`; those of a CPU have no times, nor a panel against time.
     """
-    _check(rows)
-    runs = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
-    runs = {name: found for name, found in runs.items() if found}
+    rows = _of_the_last(runs)
+    of_variant = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
+    of_variant = {name: found for name, found in of_variant.items() if found}
     timed = all(row["seconds_at"] for row in rows)
     alongs = {"steps": "steps", "seconds_at": "seconds of training"} if timed else {"steps": "steps"}
-    figure = Figure(figsize=(4 + 4 * len(alongs), 4.5), layout="constrained")
-    *panels, ends = figure.subplots(1, 1 + len(alongs), sharey=True)
-    for axes, (along, xlabel) in zip(panels, alongs.items(), strict=True):
-        for name, found in runs.items():
+    figure, (*curves, ends) = panels(4 + 4 * len(alongs), 4.5, 1, 1 + len(alongs), sharey=True)
+    for axes, (along, xlabel) in zip(curves, alongs.items(), strict=True):
+        for name, found in of_variant.items():
             _band(axes, name, found, along)
         axes.set_xlabel(xlabel)
         _dress(axes, "", "the second half of training")
-    _ends(ends, runs)
-    panels[0].set_ylabel("held-out loss, nats per byte")
-    names = panels[0].get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower center", ncols=len(runs), frameon=False, handlelength=4)
+    _ends(ends, of_variant)
+    curves[0].set_ylabel("held-out loss, nats per byte")
+    names = curves[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=len(of_variant), frameon=False, handlelength=4)
     return figure
 
 
@@ -192,15 +164,17 @@ def _ends(axes: Axes, runs: Mapping[str, Rows]):
     _dress(axes, "", "at the end: each seed, and the mean")
 
 
-def _check(rows: Rows):
-    if not rows:
+def _of_the_last(runs: Sequence[Rows]) -> Rows:
+    """The rows of the last run.
+
+    Raises
+    ------
+    ValueError
+        If it has none.
+    """
+    if not runs[-1]:
         raise ValueError("rows is empty, but it must hold at least one")
-
-
-def _one_panel(rows: Rows, size: tuple[float, float]) -> tuple[Figure, Axes]:
-    _check(rows)
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots()
+    return runs[-1]
 
 
 def _powers_of_two(axes: Axes, values: Sequence[int]):
@@ -211,5 +185,4 @@ def _powers_of_two(axes: Axes, values: Sequence[int]):
 
 def _dress(axes: Axes, ylabel: str, title: str):
     axes.set_ylabel(ylabel)
-    axes.set_title(title, loc="left", fontsize="medium")
-    axes.spines[["top", "right"]].set_visible(False)
+    heading(axes, title)

@@ -88,12 +88,7 @@ def _about(number: int, unit: str, digit: float) -> PrintedNumber:
     return exactly(number * {"MB": MB, "GB": GB}[unit], f"about {number:,} {unit}", digit)
 
 
-def _times(value: float) -> str:
-    return f"{value:.2f}x"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1f}%"
+_times, _percent = "{:.2f}x".format, "{:.1f}%".format
 
 
 # Section 2: the two memory walls --------------------------------------------------------------------------------------
@@ -415,18 +410,20 @@ def _measured_bytes(recorded: Recorded, activation: str) -> dict[tuple[str, str]
 def figure_4(recorded: Recorded) -> Iterator[Row]:
     """Speed with the first activation: SiLU or ReLU, the paper says both."""
     for activation in ("silu", "relu"):
-        yield from _speed(recorded, "moeblaze-fig4", activation, PrintedNumber("1.4x to 3.7x", 1.4, 3.7))
+        yield from _speed(recorded, "moeblaze-fig4", activation)
         yield _fastest(recorded, "moeblaze-fig4", activation)
 
 
 def figure_6(recorded: Recorded) -> Iterator[Row]:
     """Speed with SwiGLU."""
-    yield from _speed(recorded, "moeblaze-fig6", "swiglu", PrintedNumber("2x to 6.2x", 2.0, 6.2))
+    yield from _speed(recorded, "moeblaze-fig6", "swiglu")
 
 
 SETTING = "other kernels on both sides: the paper's were not published, and its MegaBlocks ran under PyTorch 2.0.1"
-
-
+PRINTED_SPEED = {
+    "moeblaze-fig4": PrintedNumber("1.4x to 3.7x", 1.4, 3.7),
+    "moeblaze-fig6": PrintedNumber("2x to 6.2x", 2.0, 6.2),
+}
 TIMED = (("moeblaze-fig4", "silu"), ("moeblaze-fig4", "relu"), ("moeblaze-fig6", "swiglu"))
 
 
@@ -454,14 +451,14 @@ def _speeds_of_runs(
             yield source, ratios
 
 
-def _speed(recorded: Recorded, item: str, activation: str, printed: PrintedNumber) -> Iterator[Row]:
+def _speed(recorded: Recorded, item: str, activation: str) -> Iterator[Row]:
     for policy in ("paper", "minimal", "inputs"):
         worst = speeds(recorded, item, activation, policy)
         where = f"{NAMES[activation]}, policy {policy}"
         what = f"seven configurations, {where}: times as fast as published MegaBlocks, in the worst run"
         runs = list(_speeds_of_runs(recorded, item, activation, policy))
         sources = [source for source, _ in runs]
-        yield measured(what, printed, list(worst.values()), _by_device(worst), SETTING).by(sources)
+        yield measured(what, PRINTED_SPEED[item], list(worst.values()), _by_device(worst), SETTING).by(sources)
         for name in PAPER_PRESETS:
             of_device = {device: least for (device, preset_), least in worst.items() if preset_ == name}
             if of_device:

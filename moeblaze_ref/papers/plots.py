@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moeblaze_ref.core.config import PAPER_PRESETS
+from moeblaze_ref.core.drawing import heading, panels
 from moeblaze_ref.core.units import GB
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
 from moeblaze_ref.papers import moeblaze
@@ -38,41 +39,36 @@ def figure_5() -> Figure:
 
 def _memory(activations: Sequence[str]) -> Figure:
     """A panel an activation: a bar for each configuration and system, and a line where the paper prints a number."""
-    figure = Figure(figsize=(9, 3.2 * len(activations)), layout="constrained")
-    panels = figure.subplots(len(activations), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, activation in zip(panels, activations, strict=True):
+    figure, shown = panels(9, 3.2 * len(activations), len(activations), sharex=True, squeeze=False)
+    for axes, activation in zip(shown[:, 0], activations, strict=True):
         _bars(axes, list(moeblaze.KEPT), partial(_kept_gb, activation))
         for (of, name, label), number in moeblaze.PRINTED_MEMORY.items():
             if of == activation:
                 _mark(axes, name, list(moeblaze.KEPT).index(label), moeblaze.centre(number) / GB)
-        axes.set_title(f"saved for backward, {moeblaze.NAMES[activation]}, bfloat16", loc="left", fontsize="medium")
+        heading(axes, f"saved for backward, {moeblaze.NAMES[activation]}, bfloat16")
         axes.set_ylabel("GB (10^9 bytes)")
-    return _with_legend(figure, panels[0])
+    return _with_legend(figure, shown[0, 0])
 
 
 def speed(*runs: Rows) -> Figure:
     """Draw how many times as fast as published MegaBlocks each system is in its worst run, a panel an activation.
 
-    Parameters
-    ----------
-    runs : list of dict
-        The rows of each run on one device, as `speed.time_systems` returns them.
+    Each run on one device has the rows of `speed.time_systems`.
     """
     activations = dict.fromkeys(row["activation"] for rows in runs for row in rows)
     ratios = {activation: _worst_ratios(runs, activation) for activation in activations}
     names = [name for name in COLORS if any(name == found for of in ratios.values() for _, found in of)]
-    figure = Figure(figsize=(9, 0.6 + 3 * len(ratios)), layout="constrained")
-    panels = figure.subplots(len(ratios), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    for axes, (activation, found) in zip(panels, ratios.items(), strict=True):
+    figure, shown = panels(9, 0.6 + 3 * len(ratios), len(ratios), sharex=True, sharey=True, squeeze=False)
+    for axes, (activation, found) in zip(shown[:, 0], ratios.items(), strict=True):
         timed = [name for name in names if any(name == of for _, of in found)]
         _bars(axes, timed, partial(_ratio, found))
         axes.axhline(1, color=BLACK, linewidth=1)
         missing = [name for name in names if name not in timed]
         title = f"{moeblaze.NAMES[activation]}: step time of published MegaBlocks over that of each system, worst run"
         without = f"\nwithout a time: {'; '.join(missing)}" if missing else ""
-        axes.set_title(f"{title}{without}", loc="left", fontsize="medium")
+        heading(axes, f"{title}{without}")
         axes.set_ylabel("times as fast")
-    return _with_legend(figure, *panels)
+    return _with_legend(figure, *shown[:, 0])
 
 
 def _worst_ratios(runs: Sequence[Rows], activation: str) -> dict[tuple[str, str], float]:
@@ -104,7 +100,6 @@ def _bars(axes: Axes, labels: Sequence[str], height: Callable[[str, str], float]
         heights = [height(name, label) for name in PAPER_PRESETS]
         axes.bar(places, heights, width, label=label, **filled(COLORS[label]), linewidth=0)
     axes.set_xticks(range(len(PAPER_PRESETS)), PAPER_PRESETS)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _offset(number: int, width: float) -> float:

@@ -33,32 +33,18 @@ Job = Callable[[], Rows]
 
 REPETITIONS = 15
 COMBINE = ("combine/2_vector.cu", "combine")
-GATE_ROWS = ("expert_down/0_gates.cu", "gate_rows")
+GATE_ROWS = ("expert_down/gates.cu", "gate_rows")
 ROUND_SUMS = ("expert_down/as_printed.cu", "round_sums")
 
 
 class Version(NamedTuple):
-    """One way to compute a step.
+    """One way to compute a step."""
 
-    Parameters
-    ----------
-    run : callable
-        From `Inputs` and an executor to the result.
-    kernels : sequence of (file, kernel)
-        Those that it launches, for the bytes that their headers state.
-    filled : str
-        Bytes that are written without a kernel of ours, as a formula.
-    extra : str
-        Bytes of temporary buffers, as a formula.
-    version : str, optional
-        Whose tile the kernels are compiled for.
-    """
-
-    run: Callable[[Inputs, Executor], Any]
-    kernels: Sequence[tuple[str, str]]
-    filled: str
-    extra: str
-    version: str | None = None
+    run: Callable[[Inputs, Executor], Any]  #: from `Inputs` and an executor to the result
+    kernels: Sequence[tuple[str, str]]  #: file and kernel of each launch, for the bytes that their headers state
+    filled: str  #: bytes that are written without a kernel of ours, as a formula
+    extra: str  #: bytes of temporary buffers, as a formula
+    version: str | None = None  #: whose tile the kernels are compiled for
 
 
 # ---- section 4.2: the dispatch -------------------------------------------------------------------
@@ -94,16 +80,8 @@ def _kernels(file: str) -> list[tuple[str, str]]:
 def sum_versions(config: MoEConfig, executor: Executor) -> dict[str, Version]:
     """The fused sums, and y stored and combined on the same version and on the layer's default version.
 
-    Parameters
-    ----------
-    config : MoEConfig
-    executor : Executor
-        Of the device, which decides the default version.
-
-    Returns
-    -------
-    dict of str to Version
-        ``as_printed``, ``lesson_atomic``, and one or two named after the version that stores y.
+    They are ``as_printed``, ``lesson_atomic``, and one or two named after the version that stores y. The executor's
+    device decides the default version.
     """
     same = gemm.portable_version(config.dtype, config.d, config.h)
     default = layer.default_version(config.dtype, config.d, config.h, executor)
@@ -146,16 +124,10 @@ def symbols(config: MoEConfig, offsets: Sequence[int], version: str | None, exec
 
     Parameters
     ----------
-    config : MoEConfig
     offsets : sequence of int
         expert_token_offsets (E + 1,) of the routing.
     version : str or None
         Of the down-projection, whose tile decides; None for the dispatch.
-    executor : Executor
-
-    Returns
-    -------
-    dict of str to int
     """
     c, s = config, config.itemsize
     found = {**c.sizes, "R": c.R, "s": s, "THREADS": gemm.THREADS, "multiprocessors": executor.multiprocessors}
@@ -176,16 +148,7 @@ def symbols(config: MoEConfig, offsets: Sequence[int], version: str | None, exec
 def moved(version: Version, values: dict[str, int]) -> dict[str, int]:
     """Return the bytes that a version's threads ask to read and to write, by the headers of its kernels.
 
-    Parameters
-    ----------
-    version : Version
-    values : dict
-        From `symbols`.
-
-    Returns
-    -------
-    dict
-        bytes_read, bytes_written, and extra_bytes of the temporary buffers.
+    The values are those of `symbols`. The keys are bytes_read, bytes_written, and extra_bytes of the temporary buffers.
     """
     read = written = Fraction(0)
     for file, kernel in version.kernels:
@@ -215,14 +178,7 @@ def time_sums(name: str, config: MoEConfig, device: Device) -> Rows:
 def time_versions(stage: str, name: str, config: MoEConfig, versions: dict[str, Version], device: Device) -> Rows:
     """Time the versions of a step interleaved, and compare each result with plain torch's.
 
-    Parameters
-    ----------
-    stage : str
-        "dispatch", or "expert_down" with the sum over a token's experts.
-    name, config
-        The layer, and its name in the rows.
-    versions : dict of str to Version
-    device : Device
+    The stage is "dispatch", or "expert_down" with the sum over a token's experts; ``name`` is the layer's in the rows.
 
     Returns
     -------

@@ -39,16 +39,7 @@ ROUTING: dict[str, Callable[[MoEConfig], int]] = {
 def saved_bytes(config: MoEConfig, system: str, policy: str | None = None) -> tuple[int, int]:
     """Return the least and the most bytes that a run of a layer may save for backward.
 
-    Parameters
-    ----------
-    config : MoEConfig
-    system, policy
-        As `accounting.account` takes them.
-
-    Returns
-    -------
-    tuple of int
-        They are equal but for ``megablocks``, whose padding depends on the routing.
+    They are equal but for ``megablocks``, whose padding depends on the routing.
     """
     one = account(config, system, policy)
     least = one.kept_bytes

@@ -21,16 +21,7 @@ STYLES = {
 
 
 def table(items: Sequence[Item], rows: Sequence[Row], details: bool) -> RenderableType:
-    """Return a table of the rows, item by item, and the count of each verdict.
-
-    Parameters
-    ----------
-    items : sequence of Item
-    rows : sequence of Row
-        Of those items.
-    details : bool
-        Whether rows that are details are shown too.
-    """
+    """Return a table of the items' rows, with ``details`` or without, and the count of each verdict."""
     shown = [row for row in rows if details or not row.detail or row.verdict is Verdict.FAILS]
     parts = [_of_item(item, [row for row in shown if row.item == item.id]) for item in items]
     return Group(*parts, verdicts(rows))

@@ -36,18 +36,10 @@ Rows = list[dict[str, Any]]
 
 
 class Source(NamedTuple):
-    """The origin of a number.
+    """The origin of a number."""
 
-    Parameters
-    ----------
-    device : str
-        Its short name, see `device_name`.
-    commit : str
-        Of this project, whole.
-    """
-
-    device: str
-    commit: str
+    device: str  #: its short name, see `device_name`
+    commit: str  #: of this project, whole
 
 
 class Run(NamedTuple):
@@ -60,10 +52,7 @@ class Run(NamedTuple):
 class Recorded:
     """Every finished run of every item, of all files.
 
-    Parameters
-    ----------
-    files : iterable of Path, optional
-        Default: those of docs/results; there are none where the documentation is not installed.
+    By default the files are those of docs/results; there are none where the documentation is not installed.
 
     Raises
     ------
@@ -78,10 +67,6 @@ class Recorded:
         """Yield each finished run of an item, file by file."""
         for found in self._files:
             yield from _finished(found, item)
-
-    def sources(self, *items: str) -> list[Source]:
-        """Return the sources of all finished runs of these items, each once."""
-        return list(dict.fromkeys(run.source for item in items for run in self.finished(item)))
 
     def runs(self, item: str) -> Iterator[tuple[str, Rows]]:
         """Yield the short name of the device and the rows of each run of `finished`."""
@@ -154,13 +139,7 @@ def _check(place: str, found: Any, kind: type, words: str):
 
 
 def check_place(path: Path, force: bool = False):
-    """Check that a run of this device may be written here.
-
-    Parameters
-    ----------
-    path : Path
-    force : bool
-        Allow to replace a file of another kind.
+    """Check that a run of this device may be written here; with ``force`` in the place of a file of another kind.
 
     Raises
     ------
@@ -187,15 +166,8 @@ def earlier_rows(path: Path, item: str, force: bool = False) -> Rows:
 def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]], force: bool = False) -> Iterator[Rows]:
     """Run the jobs of an item and write the rows of each to a file as soon as they are there.
 
-    Parameters
-    ----------
-    path : Path
-        Other items and finished runs in it stay. An unfinished run of this item goes on, if it is of this very device,
-        commit and versions.
-    item : str
-    jobs : sequence of callable
-    force : bool
-        Replace a file of another kind.
+    Other items and finished runs in the file stay. An unfinished run of this item goes on, if it is of this very
+    device, commit and versions. With ``force`` a file of another kind is replaced.
 
     Yields
     ------

@@ -48,16 +48,10 @@ def jobs(activations: Sequence[str], device: Device) -> list[Job]:
 
 
 def time_systems(name: str, config: MoEConfig, device: Device, fails: Trial) -> list[Row]:
-    """Our layer under ``POLICIES`` and every baseline, interleaved.
+    """Time our layer under ``POLICIES`` and every baseline, interleaved.
 
-    Parameters
-    ----------
-    name : str
-        The preset's name in the rows.
-    config : MoEConfig
-    device : Device
-    fails : callable
-        Tries a system of another project on a layer, as `trials.Trials.failure` does.
+    The layer's name in the rows is ``name``. ``fails`` tries a system of another project on it, as
+    `trials.Trials.failure` does.
 
     Returns
     -------

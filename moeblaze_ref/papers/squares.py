@@ -5,7 +5,7 @@ a par with the others or better. Section 6.3 says what the order of the tiles ch
 Triton kernel takes every tile and order, beside cuBLAS. Operands are bfloat16.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -42,10 +42,10 @@ REPETITIONS = 9
 class Kernel(NamedTuple):
     """One way of running the Triton product."""
 
-    tile: tuple[int, int]  # rows and columns
+    tile: tuple[int, int]  #: rows and columns
     warps: int
     stages: int
-    band: int = BAND  # see `triton_matmul.multiply`
+    band: int = BAND  #: see `triton_matmul.multiply`
 
 
 KERNELS = tuple(Kernel(tile, *way) for tile, warps in WARPS.items() for way in product(warps, STAGES))
@@ -71,22 +71,15 @@ class Operands:
 def time_square(n: int, device: Device, kernels: Sequence[Kernel] = KERNELS) -> Rows:
     """Time every tile and order, and cuBLAS, on one size, interleaved, by replays of CUDA graphs.
 
-    A graph multiplies as many pairs of operands as fill the L2 cache twice. Every result is compared with cuBLAS's.
-
-    Parameters
-    ----------
-    n : int
-        Rows, columns and depth; a multiple of every tile's sides.
-    device : Device
-    kernels : sequence of Kernel
-        Of each tile and order the fastest gives the row.
+    A graph multiplies as many pairs of operands as fill the L2 cache twice. Every result is compared with cuBLAS's. The
+    size n is that of rows, columns and depth, a multiple of every tile's sides.
 
     Returns
     -------
     list of dict
         {n, system, tile, band, warps, stages, ms, quartiles_ms, tflops, error, row_error}: a row for each tile and
-        order, of the system "triton", and one of "cublas", which has no kernel and no errors. Milliseconds are of one
-        product.
+        order, of its fastest kernel and the system "triton", and one of "cublas", which has no kernel and no errors.
+        Milliseconds are of one product.
 
     Raises
     ------
@@ -99,8 +92,13 @@ def time_square(n: int, device: Device, kernels: Sequence[Kernel] = KERNELS) -> 
     contenders = {kernel: replayed(device.captured(work)) for kernel, work in works.items()}
     samples = take_turns(contenders, REPETITIONS, device)
     times = {kernel: taken.shared_by(len(sets)) for kernel, taken in samples.items()}
-    best = [_fastest(times, alike) for alike in _by_tile_and_order(kernels)]
-    return [_row(n, kernel, times[kernel], errors[kernel]) for kernel in best] + [_row(n, None, times[None], {})]
+    fastest: dict[tuple[tuple[int, int], int], Kernel] = {}  # by tile and order
+    for kernel in kernels:
+        rival = fastest.setdefault((kernel.tile, kernel.band), kernel)
+        if times[kernel].median < times[rival].median:
+            fastest[kernel.tile, kernel.band] = kernel
+    of_tiles = [_row(n, kernel, times[kernel], errors[kernel]) for kernel in fastest.values()]
+    return [*of_tiles, _row(n, None, times[None], {})]
 
 
 def _by_cublas(sets: Sequence[Operands]):
@@ -124,17 +122,6 @@ def _error(kernel: Kernel, operands: Operands) -> dict[str, float]:
     return checked_errors(what, operands.result, expected)
 
 
-def _by_tile_and_order(kernels: Sequence[Kernel]) -> Iterable[list[Kernel]]:
-    found: dict[tuple[tuple[int, int], int], list[Kernel]] = {}
-    for kernel in kernels:
-        found.setdefault((kernel.tile, kernel.band), []).append(kernel)
-    return found.values()
-
-
-def _fastest(times: Mapping[Kernel | None, Samples], kernels: Sequence[Kernel]) -> Kernel:
-    return min(kernels, key=lambda kernel: times[kernel].median)
-
-
 def _row(n: int, kernel: Kernel | None, taken: Samples, error: Mapping[str, float]) -> dict[str, Any]:
     return {
         "n": n,
@@ -154,10 +141,7 @@ def _row(n: int, kernel: Kernel | None, taken: Samples, error: Mapping[str, floa
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Return, for each size, the rate of the paper's tile over that of the fastest tile: 1 where it is the fastest.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `time_square` returns them, of one device.
+    The rows are as `time_square` returns them, of one device.
     """
     ms = {(row["n"], tuple(row["tile"])): row["ms"] for row in rows if row["tile"]}
     sizes = sorted({n for n, _ in ms})
@@ -167,10 +151,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 def gains_by_order(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Return, for each size, by how much of its time bands of tiles are faster than tiles row by row; below 0: slower.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        As `time_square` returns them of ``ORDERS``, of one device.
+    The rows are as `time_square` returns them of ``ORDERS``, of one device.
     """
     ms = {(row["n"], row["band"]): row["ms"] for row in rows if row["tile"]}
     return {n: 1 - ms[n, BAND] / ms[n, ROW_BY_ROW] for n in sorted({n for n, _ in ms})}

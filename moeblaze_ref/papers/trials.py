@@ -27,18 +27,9 @@ class Trials:
         self._ended_by: dict[str, str | None] = {}  # a system that ended its process: its message
 
     def failure(self, system: str, config: MoEConfig) -> str | None:
-        """Try one step of a system on a layer.
+        """Try one step of a system on a layer; return what fails, in a line, or None if nothing does.
 
-        Parameters
-        ----------
-        system : str
-            One of ``bench.timed_systems.SYSTEMS``.
-        config : MoEConfig
-
-        Returns
-        -------
-        str or None
-            What fails, in a line; None if nothing does.
+        The system is one of ``bench.timed_systems.SYSTEMS``.
         """
         if system in self._ended_by:
             return f"not tried: on another layer of this run {self._ended_by[system]}"

@@ -22,13 +22,7 @@ RECORDS = {
 
 
 def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
-    """Return the document with the block of each record regenerated.
-
-    Parameters
-    ----------
-    text : str
-    paths : mapping
-        Of the records by the names of their blocks; they need not be there yet.
+    """Return the document with the block of each record regenerated; those that are not there yet have empty blocks.
 
     Raises
     ------
@@ -39,13 +33,7 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A record of `moeblaze_ref.cli.parallel_bench`.
-
-    Raises
-    ------
-    ValueError, OSError
-        As in `records.read`.
-    """
+    """A record of `moeblaze_ref.cli.parallel_bench`; errors as in `records.read`."""
     return records.read(path, KEYS)
 
 

@@ -95,17 +95,12 @@ def _method(name):
 
 def furthest(names: Sequence[str], rows: Sequence[Row]) -> str:
     """Return the map of which each of the two models is furthest from the measured step: one sentence."""
-    models = {"modelled": "modelled_step_ms", "simulated": "simulated_step_ms"}
-    return f"Furthest from the measured step: {'; '.join(_furthest(names, rows, *model) for model in models.items())}."
-
-
-def _furthest(names, rows, model, key):
-    share, name = max(((off(row["step_ms"], row[key]), name) for name, row in zip(names, rows, strict=True)), key=_size)
-    return f"{model}, {share:+.1%} for {name}"
-
-
-def _size(found):
-    return abs(found[0])
+    said = []
+    for model, key in (("modelled", "modelled_step_ms"), ("simulated", "simulated_step_ms")):
+        shares = [(name, off(row["step_ms"], row[key])) for name, row in zip(names, rows, strict=True)]
+        name, share = max(shares, key=lambda one: abs(one[1]))
+        said.append(f"{model}, {share:+.1%} for {name}")
+    return f"Furthest from the measured step: {'; '.join(said)}."
 
 
 def _gains(names, rows):
@@ -127,25 +122,21 @@ def _less(row, base):
 def noise(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
     """Return the difference of the measurements of every two maps with the same model in every layer."""
     pairs = combinations(zip(names, rows, strict=True), 2)
-    return [_of_one_map((one, other), (row, twin)) for (one, row), (other, twin) in pairs if _same_map(row, twin)]
-
-
-def _same_map(row, other):
-    return all(row[key] == other[key] for key in ("modelled_experts_ms", "modelled_exchange_ms", "simulated_step_ms"))
+    keys = ("modelled_experts_ms", "modelled_exchange_ms", "simulated_step_ms")
+    return [
+        _of_one_map((one, other), (row, twin))
+        for (one, row), (other, twin) in pairs
+        if all(row[key] == twin[key] for key in keys)
+    ]
 
 
 def _of_one_map(names, rows):
     """Compare the measurements of one map under two names."""
-    steps, experts, exchanges = (
-        _spread([np.sum(row[key]) for row in rows]) for key in ("step_ms", "experts_ms", "exchange_ms")
-    )
+    times = [[np.sum(row[key]) for row in rows] for key in ("step_ms", "experts_ms", "exchange_ms")]
+    steps, experts, exchanges = (1 - min(of_one) / max(of_one) for of_one in times)
     return (
         f"{' and '.join(names)} are one map here, or differ in which GPU has which number alone: "
         f"the same is foretold of both in every layer. Their measured steps are {steps:.1%} apart, "
         f"their experts' tails {experts:.1%} and their exchange's {exchanges:.1%}: "
         "at least so far is a map from itself, and gains below that say nothing."
     )
-
-
-def _spread(values):
-    return 1 - min(values) / max(values)

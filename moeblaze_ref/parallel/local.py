@@ -24,15 +24,8 @@ def free_port() -> int:
 def run(work: Callable[..., Any], size: int, *arguments: Any, backend: str = "gloo") -> list[Any]:
     """Run ``work(*arguments)`` on each of ``size`` ranks, new processes with one thread, and return the results.
 
-    Parameters
-    ----------
-    work : callable
-        A function of a module: the processes import it.
-    size : int
-    *arguments
-        Anything that pickle takes, like what ``work`` returns.
-    backend : str
-        "gloo", or "nccl", where rank r gets GPU r.
+    ``work`` is a function of a module, which the processes import; pickle must take the arguments and the results.
+    ``backend`` is "gloo", or "nccl", where rank r gets GPU r.
 
     Raises
     ------

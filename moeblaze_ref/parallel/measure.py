@@ -52,17 +52,7 @@ def clock_of(device: str) -> Gpu | Host:
 
 
 class MarkedRanks(Ranks):
-    """Ranks that mark when each exchange begins and ends.
-
-    Parameters
-    ----------
-    clock : Gpu or Host
-
-    Attributes
-    ----------
-    lines_up : bool
-        Whether all ranks begin an exchange together.
-    """
+    """Ranks that mark when each exchange begins and ends; if ``lines_up``, all ranks begin an exchange together."""
 
     def __init__(self, clock: Gpu | Host):
         super().__init__()
@@ -96,16 +86,7 @@ class MarkedRanks(Ranks):
 
 
 class Model:
-    """The MoE layers of a model with random weights, under a placement; the same tokens go into each.
-
-    Parameters
-    ----------
-    placement : Placement
-    d, h, k : int
-        Widths of every layer, and experts of a token.
-    ranks : MarkedRanks
-    dtype : torch.dtype
-    """
+    """The MoE layers of a model with random weights, under a placement; the same tokens go into each."""
 
     def __init__(self, placement: Placement, d: int, h: int, k: int, ranks: MarkedRanks, dtype: torch.dtype):
         self.ranks, device = ranks, ranks.clock.torch_device
@@ -150,18 +131,7 @@ def every_rank(mine: np.ndarray) -> np.ndarray:
 
 
 def even_costs(d: int, h: int, k: int, E: int, tokens: int, repetitions: int, ranks: MarkedRanks, dtype) -> Costs:
-    """The costs of a layer on these ranks: medians.
-
-    Parameters
-    ----------
-    d, h, k, E : int
-        Of a layer; E is at least the number of ranks.
-    tokens : int
-        Of each rank.
-    repetitions : int
-    ranks : MarkedRanks
-    dtype : torch.dtype
-    """
+    """The costs of a layer on these ranks, with ``tokens`` tokens each: medians. E is at least their number."""
     even = np.arange(E, dtype=np.int32) * ranks.size // E
     placement = Placement(np.tile(even, (EVEN_LAYERS, 1)), ranks.size)
     device = ranks.clock.torch_device

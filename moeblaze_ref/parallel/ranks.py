@@ -30,15 +30,8 @@ def check_initialised():
 class Ranks:
     """The ranks of a group, as one of them sees them. All must make the same calls in the same order.
 
-    Parameters
-    ----------
-    group : ProcessGroup, optional
-        Of NCCL for tensors on GPUs, of gloo for tensors on CPUs. Default: all ranks.
-
-    Attributes
-    ----------
-    rank, size : int
-        This rank's number in the group, and how many there are.
+    The group is of NCCL for tensors on GPUs, of gloo for tensors on CPUs; by default it has all ranks. ``rank`` is this
+    rank's number in the group, ``size`` how many there are.
 
     Raises
     ------
@@ -95,12 +88,7 @@ class Ranks:
         """Return on every rank what ``make()`` returns on rank 0, or raise the error that it raises there.
 
         Rank 0 may take up to ``ALONE`` for it: the others wait in a group of their own, by gloo, which counts as no
-        collective, so that a watch does not take rank 0 for one that hangs.
-
-        Parameters
-        ----------
-        make : callable
-            Called on rank 0 alone; what it returns or raises is such that pickle takes it.
+        collective, so that a watch does not take rank 0 for one that hangs. Pickle must take what it returns or raises.
 
         Raises
         ------

@@ -16,23 +16,17 @@ from moeblaze_ref.systems.layer import Stages
 class Counts(NamedTuple):
     """Row counts of a trip, on the host."""
 
-    sent: list[int]  # rows to each rank
-    received: list[int]  # rows from each rank
-    choices: int  # of the received rows, those of their slots whose experts are here
+    sent: list[int]  #: rows to each rank
+    received: list[int]  #: rows from each rank
+    choices: int  #: of the received rows, those of their slots whose experts are here
 
 
 class Trip:
     """The rows that go to each rank, and their way back.
 
-    Parameters
-    ----------
-    ranks : Ranks
-    stages : Stages
-        Of this rank's device, and ``bridge``, the way to it.
-    copies : Dispatch
-        A partial one of L tokens over the ranks, of tensors: slot (token, j) has a row if its expert is on a rank that
-        no earlier slot of the token is for.
-    counts : Counts
+    ``copies`` is a partial dispatch of L tokens over the ranks, of tensors: slot (token, j) has a row if its expert is
+    on a rank that no earlier slot of the token is for. The stages are of this rank's device, ``bridge`` is the way to
+    it.
     """
 
     def __init__(self, ranks: Ranks, stages: Stages, bridge: Bridge, copies: Dispatch, counts: Counts):

@@ -44,7 +44,7 @@ class Seen:
     progress_at: float
     beat: int = 0
     progress: int = 0
-    state: str = WORKING  # WORKING, DONE, or what error it ended with
+    state: str = WORKING  #: WORKING, DONE, or what error it ended with
 
     @property
     def reached(self) -> float:
@@ -62,15 +62,7 @@ class Seen:
 
 
 def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
-    """Return which rank is lost, and how, or None.
-
-    Parameters
-    ----------
-    seen : list of Seen
-        Of every rank.
-    now, timeout : float
-        Seconds; a rank is lost after ``LOST_AFTER`` of the time-out.
-    """
+    """Return which rank is lost, and how, or None: one is lost after ``LOST_AFTER`` of the time-out, in seconds."""
     limit = LOST_AFTER * timeout
     for number, rank in enumerate(seen):
         if rank.state not in (WORKING, DONE):
@@ -93,12 +85,8 @@ class Watch(AbstractContextManager):
 
     Every rank enters and leaves it; leaving waits for the others. Where a collective fails, as gloo's do when another
     rank has died, `LostRank` is raised on leaving. A collective that waits for ever cannot be left: then the process
-    writes the same message to stderr and ends with status 1.
-
-    Parameters
-    ----------
-    timeout : float
-        Seconds from a rank's last sign, or from when others wait for it, until all have ended.
+    writes the same message to stderr and ends with status 1. ``timeout`` is in seconds, from a rank's last sign, or
+    from when others wait for it, until all have ended.
 
     Raises
     ------

@@ -31,13 +31,7 @@ def _every_layer(profile, gpus, num_gpus):
 def greedy(profile: Profile, num_gpus: int, bounds: Bounds | None = None) -> Placement:
     """Longest-first packing: the expert with the most tokens first, each to the GPU with the fewest so far.
 
-    Parameters
-    ----------
-    profile : Profile
-    num_gpus : int
-        G.
-    bounds : Bounds, optional
-        Of the experts per GPU and layer; by default `bounds.equal`.
+    ``bounds`` are of the experts per GPU and layer; by default `bounds.equal`.
 
     Raises
     ------
@@ -69,21 +63,11 @@ def pack(load: np.ndarray, num_bins: int, bounds: Bounds) -> np.ndarray:
 def eplb(
     profile: Profile, num_gpus: int, replicas: int | None = None, num_nodes: int = 1, num_groups: int | None = None
 ):
-    """DeepSeek's expert-parallel load balancer.
+    """DeepSeek's expert-parallel load balancer: groups to nodes, replicas of hot experts, replicas to GPUs.
 
-    It packs groups to nodes, replicates hot experts, and packs replicas to GPUs.
-
-    Parameters
-    ----------
-    profile : Profile
-    num_gpus : int
-        G, a multiple of ``num_nodes``.
-    replicas : int, optional
-        Copies of experts in a layer, all counted: E (the default) only packs. A multiple of G.
-    num_nodes : int
-        Nodes, which groups are packed to first; where it does not divide their number, its global policy: one node.
-    num_groups : int, optional
-        Groups of E / num_groups neighbouring experts that stay on one node; by default every expert is one.
+    G is a multiple of the nodes. ``replicas`` are copies of experts in a layer, all counted, a multiple of G: E (the
+    default) only packs. Groups of E / num_groups neighbouring experts stay on one node; by default every expert is one.
+    Where the nodes do not divide the groups, its global policy counts all GPUs as one node.
 
     Returns
     -------
@@ -136,19 +120,8 @@ def replicate(load: np.ndarray, replicas: int) -> np.ndarray:
 def exflow(profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: int = 0) -> Placement:
     """ExFlow's objective: as many transitions as possible stay on their GPU.
 
-    All GPUs have equally many experts; their load is ignored.
-
-    Its authors solve an integer program; here only the objective is theirs, and `annealing.anneal` searches, without a
-    bound.
-
-    Parameters
-    ----------
-    profile : Profile
-        With R.
-    num_gpus : int
-        G.
-    steps, seed : int
-        Of the annealing.
+    All GPUs have equally many experts; their load is ignored. Its authors solve an integer program; here only the
+    objective is theirs, and `annealing.anneal` searches, without a bound.
 
     Raises
     ------

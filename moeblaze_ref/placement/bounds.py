@@ -9,10 +9,7 @@ from moeblaze_ref.core import checks
 class Bounds:
     """From ``least`` to ``most`` experts of every layer on every GPU.
 
-    Parameters
-    ----------
-    least, most : int
-        (1, E) is the paper's form; (E / G, E / G) gives every GPU the same memory.
+    (1, E) is the paper's form; (E / G, E / G) gives every GPU the same memory.
 
     Raises
     ------

@@ -110,16 +110,23 @@ def _cluster_layer(load, G, bounds, solver, deadline):
     """(cluster of each expert, sum_c |T_c - mean|, its bound, max_c T_c, its bound) of one layer."""
     order = np.argsort(-load, kind="stable")
     p = load[order]  # (E,) heaviest first
-    least_deviation, least_most = deviation_bound(p, G, bounds), most_bound(p, G, bounds)
+    bound, least_most = deviation_bound(p, G, bounds), most_bound(p, G, bounds)
     clusters = _exchange(p, pack(p, G, bounds), G)
-    bound = least_deviation
-    if _deviation(p, clusters, G) > bound:
-        clusters, bound = _balance(p, clusters, G, bounds, bound, solver, deadline)
-    if _deviation(p, clusters, G) <= bound and _sums(p, clusters, G).max() > least_most:
-        clusters, least_most = _break_tie(p, clusters, G, bounds, bound, least_most, solver, deadline)
+    deviation = lambda clusters: _deviation(p, clusters, G)
+    most = lambda clusters: _sums(p, clusters, G).max()
+    if deviation(clusters) > bound:  # ILP 1 with its printed objective
+        layer = _Layer(p, G, bounds, bound)
+        clusters, proven = _solved(layer, layer.deviation, deviation, clusters, solver, deadline)
+        bound = max(bound, proven)
+    if deviation(clusters) <= bound and most(clusters) > least_most:  # among clusters of this deviation
+        layer = _Layer(p, G, bounds, bound)
+        layer.model.add_linear_constraint(layer.deviation <= bound)
+        layer.model.add_linear_constraint(layer.most >= G * least_most)
+        clusters, proven = _solved(layer, layer.most, most, clusters, solver, deadline)
+        least_most = max(least_most, -(-proven // G))
     of_expert = np.empty(len(p), np.int32)
     of_expert[order] = clusters
-    return of_expert, _deviation(p, clusters, G) / G, bound / G, _sums(p, clusters, G).max(), least_most
+    return of_expert, deviation(clusters) / G, bound / G, most(clusters), least_most
 
 
 def _sums(p, clusters, G):
@@ -192,7 +199,8 @@ class _Layer:
 
     def start(self, clusters):
         """Values of x for known clusters, numbered by their first expert."""
-        named = _by_first_expert(clusters)
+        _, first, inverse = np.unique(clusters, return_index=True, return_inverse=True)
+        named = np.argsort(np.argsort(first))[inverse]
         return {self.x[c][e]: float(named[e] == c) for c in range(self.G) for e in range(self.E)}
 
     def clusters(self, values):
@@ -201,32 +209,10 @@ class _Layer:
         return x.argmax(axis=0).astype(np.int32)
 
 
-def _by_first_expert(clusters):
-    _, first, inverse = np.unique(clusters, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[inverse]
-
-
-def _balance(p, clusters, G, bounds, least_deviation, solver, deadline):
-    """(clusters, proven bound): ILP 1 with its printed objective."""
-    layer = _Layer(p, G, bounds, least_deviation)
-    layer.model.minimize(layer.deviation)
+def _solved(layer, objective, value, clusters, solver, deadline):
+    """(clusters, proven bound): the solver's if their ``value`` is below that of those known, by its objective."""
+    layer.model.minimize(objective)
     found = minimise(layer.model, solver, deadline - time.perf_counter(), layer.start(clusters))
     if found is None:
-        return clusters, least_deviation
-    better = layer.clusters(found.values)
-    bound = max(least_deviation, found.bound)
-    return (better if _deviation(p, better, G) < _deviation(p, clusters, G) else clusters), bound
-
-
-def _break_tie(p, clusters, G, bounds, deviation, least_most, solver, deadline):
-    """(clusters, proven bound of max_c T_c): among the clusters of this deviation, the smallest maximum."""
-    layer = _Layer(p, G, bounds, deviation)
-    layer.model.add_linear_constraint(layer.deviation <= deviation)
-    layer.model.add_linear_constraint(layer.most >= G * least_most)
-    layer.model.minimize(layer.most)
-    found = minimise(layer.model, solver, deadline - time.perf_counter(), layer.start(clusters))
-    if found is None:
-        return clusters, least_most
-    better = layer.clusters(found.values)
-    bound = max(least_most, -(-found.bound // G))
-    return (better if _sums(p, better, G).max() < _sums(p, clusters, G).max() else clusters), bound
+        return clusters, 0
+    return min(clusters, layer.clusters(found.values), key=value), found.bound

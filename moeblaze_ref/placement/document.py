@@ -28,11 +28,7 @@ PICTURED = (
 def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     """Return the document with the block of each record, and that of the model's constants, regenerated.
 
-    Parameters
-    ----------
-    text : str
-    paths : mapping
-        Of the records by the names of their blocks; they need not be there yet.
+    Records that are not there yet have empty blocks.
 
     Raises
     ------
@@ -40,17 +36,12 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
         If there is no block of that name, or a file is no record of `moeblaze place`.
     """
     blocks = {kind: partial(_block, path) for kind, path in paths.items()}
-    return documents.fill(text, blocks | {"constants": _constants})
+    keys = ("gpus", "d", "h", *findings.CONSTANTS)
+    return documents.fill(text, blocks | {"constants": lambda: findings.constants(records.read(MEASURED, keys))})
 
 
 def load(path: Path) -> findings.Found:
-    """A record of `moeblaze place`.
-
-    Raises
-    ------
-    ValueError, OSError
-        As in `records.read`.
-    """
+    """A record of `moeblaze place`; errors as in `records.read`."""
     return records.read(path, KEYS)
 
 
@@ -78,10 +69,6 @@ def _block(path: Path) -> str:
     if not found["curve"]:
         return "\n\n".join([findings.scale(found), where])
     return "\n\n".join([findings.summary(found), f"![{PICTURED}](images/{picture_of(path).name})", where])
-
-
-def _constants() -> str:
-    return findings.constants(records.read(MEASURED, ("gpus", "d", "h", *findings.CONSTANTS)))
 
 
 def write():

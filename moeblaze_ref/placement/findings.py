@@ -1,7 +1,7 @@
 """What a record of `moeblaze place` says, in Markdown, for the pages on placement."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moeblaze_ref.core.documents import table
@@ -26,22 +26,23 @@ def summary(found: Found) -> str:
 
 def methods(found: Found) -> str:
     """A line a method."""
-    names = ["method", "load: mean", "over packing", "worst layer", "cross-GPU", "step, ms", "solved in s", "gap"]
     packing = _row(found, PACKING)["balance_mean"]
-    lines = [
-        [
-            f"`{row['method']}`",
-            f"{row['balance_mean']:.4f}",
-            f"{row['balance_mean'] - packing:+.4f}",
-            f"{row['balance_worst']:.3f}",
-            f"{row['cross_share']:.1%}",
-            _ms(row["step_ms"]),
-            f"{row['solve_s']:.1f}",
-            _share(row["gap"]),
-        ]
-        for row in found["rows"]
-    ]
-    return table(names, lines)
+    columns = {
+        "method": lambda row: f"`{row['method']}`",
+        "load: mean": lambda row: f"{row['balance_mean']:.4f}",
+        "over packing": lambda row: f"{row['balance_mean'] - packing:+.4f}",
+        "worst layer": lambda row: f"{row['balance_worst']:.3f}",
+        "cross-GPU": lambda row: f"{row['cross_share']:.1%}",
+        "step, ms": lambda row: f"{row['step_ms']:#.5g}",
+        "solved in s": lambda row: f"{row['solve_s']:.1f}",
+        "gap": lambda row: _share(row["gap"]),
+    }
+    return _by_method(found, columns)
+
+
+def _by_method(found: Found, columns: Mapping[str, Callable[[Found], str]]) -> str:
+    """A table of the medians, a column for each function of a row."""
+    return table(list(columns), [[cell(row) for cell in columns.values()] for row in found["rows"]])
 
 
 def slowest(found: Found) -> str:
@@ -78,30 +79,21 @@ def saved(found: Found) -> str:
 
 def scale(found: Found) -> str:
     """Table of the solving times at a size, and the gaps of the loads and the slowest pairs' times."""
-    names = ["method", "load: mean", "worst layer", "solved in s", "load gap", "gap: the larger of load's and pairs'"]
-    lines = [
-        [
-            f"`{row['method']}`",
-            f"{row['balance_mean']:.4f}",
-            f"{row['balance_worst']:.4f}",
-            f"{row['solve_s']:.1f}",
-            _share(row["load_gap"]),
-            _share(row["gap"]),
-        ]
-        for row in found["rows"]
-    ]
-    return table(names, lines)
+    columns = {
+        "method": lambda row: f"`{row['method']}`",
+        "load: mean": lambda row: f"{row['balance_mean']:.4f}",
+        "worst layer": lambda row: f"{row['balance_worst']:.4f}",
+        "solved in s": lambda row: f"{row['solve_s']:.1f}",
+        "load gap": lambda row: _share(row["load_gap"]),
+        "gap: the larger of load's and pairs'": lambda row: _share(row["gap"]),
+    }
+    return _by_method(found, columns)
 
 
 def constants(measured: Found) -> str:
-    """Table of the model's constants in `moeblaze place`, beside those that `parallel.bench` measured.
+    """Table of the model's constants in `moeblaze place`, beside those of a record of `parallel.bench`.
 
     Both are of experts of the same size.
-
-    Parameters
-    ----------
-    measured : mapping
-        Of a record of `parallel.bench`: gpus, d, h and ``CONSTANTS``.
     """
     gpus = measured["gpus"]
     four, as_many = (simulate.cluster("nvlink", G, measured["d"], measured["h"]) for G in (4, gpus))
@@ -139,7 +131,3 @@ def _share(gap: float | None) -> str:
 
 def _link(bandwidth) -> str:
     return f"{bandwidth[0][1] / 1e9:.0f} GB/s"
-
-
-def _ms(time: float) -> str:
-    return f"{time:#.5g}"

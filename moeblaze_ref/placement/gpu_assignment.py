@@ -89,7 +89,7 @@ def assign_gpus(
     gpus = chain(C, cost, sizes, hosted)
     fits = misplaced(experts_hosted(gpus, sizes), hosted) == 0
     known = slowest(C, gpus, cost).sum() if fits else cost.max(initial=0) * C.max(axis=(1, 2), initial=0).sum()
-    scale = _scale(cost, known)
+    scale = min(1 if (cost == np.round(cost)).all() else 1000, EXACT / max(known, 1))  # times are whole numbers then
     least = np.floor(scale * pair_bounds(C, cost)).astype(np.int64)  # (layers - 1,)
     bound = int(least.sum())
     if not fits or scale * slowest(C, gpus, cost).sum() >= bound + 1:
@@ -97,11 +97,6 @@ def assign_gpus(
         time_of = np.minimum(np.floor(scale * cost * C[..., None, None]), np.ceil(scale * known))
         gpus, bound = _solve(C, cost, time_of, sizes, hosted, gpus if fits else None, least, solver, began + time_limit)
     return GpuAssignment(gpus, float(slowest(C, gpus, cost).sum()), bound / scale, time.perf_counter() - began)
-
-
-def _scale(cost, known):
-    """Return the factor that turns times into whole numbers; ``known`` is an objective."""
-    return min(1 if (cost == np.round(cost)).all() else 1000, EXACT / max(known, 1))
 
 
 def _solve(C, cost, time_of, sizes, hosted, start, least, solver, deadline):

@@ -46,16 +46,8 @@ def moetuner(
 ) -> MoETuner:
     """MoETuner's two stages: ILP 1, then ILP 2 on its clusters.
 
-    Parameters
-    ----------
-    profile : Profile
-        With R.
-    on : Cluster
-        Its bandwidths count, not what a token costs an expert.
-    bounds, solver, track
-        As in `cluster_experts`.
-    time_limit : float
-        Seconds of each program.
+    The cluster's bandwidths count, not what a token costs an expert. Each program has ``time_limit`` seconds; the other
+    options are as in `cluster_experts`.
 
     Raises
     ------

@@ -39,16 +39,9 @@ def joint(
 ) -> Placement:
     """Return a placement under a load limit, with few crossings, and by the model no slower than any baseline's.
 
-    What `search` finds with the first of ``TAILS`` with which none of `baseline_placements` and of ``others`` is faster
-    by the model; if there is none, the fastest of those, which may exceed the limit. It is so on the profile alone, not
-    on other tokens.
-
-    Parameters
-    ----------
-    profile, on, limit, bounds, steps, seed
-        As in `search`.
-    others : collection of Placement
-        Such as MoETuner's, which takes a solver's time.
+    What `search` finds with the first of ``TAILS`` with which none of `baseline_placements` and of ``others``, such as
+    MoETuner's, is faster by the model; if there is none, the fastest of those, which may exceed the limit. It is so on
+    the profile alone, not on other tokens.
 
     Raises
     ------
@@ -77,20 +70,9 @@ def search(
 ) -> Placement:
     """Search as `joint` does, without the comparison with baselines: under the limit, if packing is.
 
-    Parameters
-    ----------
-    profile : Profile
-        With R.
-    on : Cluster
-        Whose links carry the transitions.
-    limit : float
-        No layer's fullest GPU exceeds this times the mean, nor the packing's where that is no more even; 1 or more.
-    bounds : Bounds, optional
-        Of the packing to start with, whose numbers of experts stay; by default `bounds.equal`.
-    steps, seed : int
-        Of the annealing.
-    tail : float
-        From 0 to 1, the slowest pair's part of what a transition costs.
+    No layer's fullest GPU exceeds ``limit``, 1 or more, times the mean, nor the packing's where that is no more even.
+    The packing to start with is within the bounds, by default `bounds.equal`, and its numbers of experts stay. Steps,
+    seed and ``tail``, the slowest pair's part of what a transition costs, are of `annealing.anneal`.
 
     Raises
     ------
@@ -113,9 +95,7 @@ def baseline_placements(
 ) -> dict[str, Placement]:
     """Return the placements of the baselines that need no solver and place every expert once, by name.
 
-    ``steps`` is of `baselines.exflow`'s annealing.
-
-    `baselines.eplb` without replicas is `greedy` on one node.
+    ``steps`` is of `baselines.exflow`'s annealing. `baselines.eplb` without replicas is `greedy` on one node.
     """
     return {
         "greedy": baselines.greedy(profile, num_gpus, bounds),

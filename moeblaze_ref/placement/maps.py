@@ -122,12 +122,7 @@ def from_hosts(hosts: Sequence[Sequence[Sequence[int]]], num_experts: int, model
 def save(path: Path, placement: Placement, force: bool = False):
     """Write a map as npz: `assignment` (layers, E) int32, `num_gpus`, `model`.
 
-    Parameters
-    ----------
-    path : Path
-        A map that is there is replaced; another file only with ``force``.
-    placement : Placement
-    force : bool
+    A map that is there is replaced; another file only with ``force``.
 
     Raises
     ------

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -23,30 +23,14 @@ from moeblaze_ref.placement.trace import Profile, profile, split
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the methods that solve a program or search.
+    """Options of the methods that solve a program or search."""
 
-    Parameters
-    ----------
-    bounds : Bounds or None
-        Experts of a layer on a GPU; None is as equal as can be.
-    solver : str
-        One of ``solver.SOLVERS``.
-    time_limit : float
-        Seconds of each of MoETuner's programs.
-    limit : float
-        Of `joint`: a layer's fullest GPU over the mean.
-    steps : int
-        Of the annealing, in `joint` and `exflow`.
-    spare : int
-        Copies of experts on each GPU beyond E / G, of EPLB with replicas.
-    """
-
-    bounds: Bounds | None = None
-    solver: str = DEFAULT_SOLVER
-    time_limit: float = TIME_LIMIT
-    limit: float = LIMIT
-    steps: int = annealing.STEPS
-    spare: int = 1
+    bounds: Bounds | None = None  #: experts of a layer on a GPU; by default as equal as can be
+    solver: str = DEFAULT_SOLVER  #: one of ``solver.SOLVERS``
+    time_limit: float = TIME_LIMIT  #: seconds of each of MoETuner's programs
+    limit: float = LIMIT  #: of `joint`: a layer's fullest GPU over the mean
+    steps: int = annealing.STEPS  #: of the annealing, in `joint` and `exflow`
+    spare: int = 1  #: copies of experts on each GPU beyond E / G, of EPLB with replicas
 
     def __post_init__(self):
         checks.check_name("solver", self.solver, SOLVERS)
@@ -58,25 +42,15 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """A method's result on a profile.
+    """A method's result on a profile."""
 
-    Parameters
-    ----------
-    shares : array (layers, E, G)
-        The share of each expert's tokens that each GPU serves.
-    placement : Placement or None
-        None where experts are replicated.
-    gap : float or None
-        Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above
-        its least. None where nothing is proven.
-    load_gap : float or None
-        What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
-        from the mean, which may be unproven where this is small.
-    """
-
-    shares: np.ndarray
-    placement: Placement | None
+    shares: np.ndarray  #: (layers, E, G), the share of each expert's tokens that each GPU serves
+    placement: Placement | None  #: None where experts are replicated
+    #: Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above
+    #: its least. None where nothing is proven.
     gap: float | None = None
+    #: What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
+    #: from the mean, which may be unproven where this is small.
     load_gap: float | None = None
 
 
@@ -123,10 +97,7 @@ METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
 def named(texts: Iterable[str]) -> tuple[str, ...]:
     """The methods that texts name, each a name or several with commas; "all" is all of them.
 
-    Raises
-    ------
-    ValueError
-        If there is no such method; the message proposes the nearest name.
+    An unknown name is a ValueError that proposes the nearest one.
     """
     names = [name.strip() for text in texts for name in text.split(",")]
     if "all" in names:
@@ -134,47 +105,33 @@ def named(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(checks.check_name("method", name, METHODS) for name in names))
 
 
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """One method on one split.
-
-    Parameters
-    ----------
-    method : str
-    seed : int or None
-        Of the split; None if it was evaluated on what it was fitted to.
-    balance_mean, balance_worst : float
-        The fullest GPU's load over the mean, over layers.
-    cross_share : float
-        Of transitions between layers, those that change GPU.
-    step_ms, token_tail_ms, transfer_tail_ms : float
-        Of the modelled step: slowest GPUs and slowest pairs, and their sum.
-    solve_s : float
-        Of the method.
-    gap, load_gap : float or None
-        As in `Fitted`.
-    fitted : Fitted
-    load : array (layers, G)
-        Held-out tokens that each GPU got.
-    """
+@dataclass(frozen=True)
+class Row:
+    """A method's numbers: on one split, or their medians over several."""
 
     method: str
-    seed: int | None
-    balance_mean: float
+    balance_mean: float  #: the fullest GPU's load over the mean, over layers
     balance_worst: float
-    cross_share: float
-    step_ms: float
-    token_tail_ms: float
-    transfer_tail_ms: float
-    solve_s: float
-    gap: float | None
+    cross_share: float  #: of transitions between layers, those that change GPU
+    step_ms: float  #: of the modelled step
+    solve_s: float  #: of the method
+    gap: float | None  #: as in `Fitted`
     load_gap: float | None
-    fitted: Fitted
-    load: np.ndarray
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers for a record, without arrays."""
         return {name: value for name, value in vars(self).items() if name not in ("fitted", "load")}
+
+
+@dataclass(frozen=True, eq=False)
+class Trial(Row):
+    """One method on one split."""
+
+    seed: int | None  #: of the split; None if it was evaluated on what it was fitted to
+    token_tail_ms: float  #: of the modelled step, slowest GPUs and slowest pairs: ``step_ms`` is their sum
+    transfer_tail_ms: float
+    fitted: Fitted
+    load: np.ndarray  #: (layers, G), held-out tokens that each GPU got
 
 
 def try_method(
@@ -191,8 +148,8 @@ def _evaluate(method, seed, fit, held_out, on, tokens):
     load = loads(held_out, fitted.shares)
     each, model = balance(load), step(held_out, fitted.shares, on, tokens)
     return Trial(
-        method,
-        seed,
+        method=method,
+        seed=seed,
         balance_mean=float(each.mean()),
         balance_worst=float(each.max()),
         cross_share=cross_share(transitions(held_out, fitted.shares)),
@@ -217,23 +174,8 @@ def jobs(
 ) -> list[Callable[[], list[Trial]]]:
     """A job for every method on every split: random halves of the sequences, seeds 0, 1, and so on.
 
-    Parameters
-    ----------
-    trace : RoutingTrace
-    on : Cluster
-        G GPUs, at most as many as experts.
-    methods : collection of str
-        Of ``METHODS``.
-    splits : int
-        0: fit to the whole trace, and evaluate on it too.
-    options : Options
-    tokens : int
-        Of the modelled step.
-
-    Returns
-    -------
-    list of callables
-        Each returns a list of one Trial.
+    Each returns a list of one Trial. Without splits the methods are fitted to the whole trace, and evaluated on it too.
+    ``tokens`` are those of the modelled step.
 
     Raises
     ------
@@ -271,9 +213,7 @@ def curve(
     limits: Sequence[float] = LIMITS,
     tokens: int = STEP_TOKENS,
 ) -> list[Callable[[], list[Trial]]]:
-    """Jobs for the Pareto curve of load against crossings.
-
-    Each is the search of `joint` under one limit, and no baseline takes its place.
+    """Jobs for the Pareto curve of load against crossings: the search of `joint` under each limit, without baselines.
 
     The trace's first split decides: fitted to one half of the sequences, evaluated on the other.
     """
@@ -287,24 +227,6 @@ def _on_curve(limit, sample, held_out, on, options, tokens):
             "joint", 0, lambda: _placed(search(sample, on, limit, options.bounds, options.steps)), held_out, on, tokens
         )
     ]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A method's medians over the splits, as in `Trial`."""
-
-    method: str
-    balance_mean: float
-    balance_worst: float
-    cross_share: float
-    step_ms: float
-    solve_s: float
-    gap: float | None
-    load_gap: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """By name, for JSON."""
-        return asdict(self)
 
 
 def medians(trials: list[Trial]) -> list[Row]:

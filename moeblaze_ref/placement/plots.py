@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from matplotlib.figure import Figure
 
+from moeblaze_ref.core.drawing import heading, panels
 from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
 from moeblaze_ref.placement.methods import Trial
 
@@ -29,20 +30,18 @@ def heat_map(trials: Sequence[Trial]) -> Figure:
     columns = min(len(trials), WIDEST)
     rows = -(-len(trials) // columns)
     layers = len(trials[0].load)
-    figure = Figure(figsize=(1 + 2.2 * columns, 1 + rows * (1 + 0.14 * layers)), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False)
+    size = 1 + 2.2 * columns, 1 + rows * (1 + 0.14 * layers)
+    figure, shown = panels(*size, rows, columns, framed=True, squeeze=False)
     over_mean = [trial.load / np.maximum(trial.load.mean(axis=1, keepdims=True), 1) for trial in trials]
     least = min(0.999, *(float(load.min()) for load in over_mean))
     most = max(1.001, *(float(load.max()) for load in over_mean))
-    for axes, trial, load in zip(panels.flat, trials, over_mean, strict=False):
+    for axes, trial, load in zip(shown.flat, trials, over_mean, strict=False):
         image = axes.imshow(load, vmin=least, vmax=most, cmap="cividis_r", aspect="auto", interpolation="nearest")
-        axes.set_title(f"{trial.method}: {trial.balance_mean:.3f}", fontsize="medium", loc="left")
-        axes.set_xticks(range(load.shape[1]))
-        axes.set_xlabel("GPU")
-        axes.set_ylabel("layer")
-    for axes in list(panels.flat)[len(trials) :]:
+        heading(axes, f"{trial.method}: {trial.balance_mean:.3f}")
+        axes.set(xticks=range(load.shape[1]), xlabel="GPU", ylabel="layer")
+    for axes in shown.flat[len(trials) :]:
         axes.set_visible(False)
-    figure.colorbar(image, ax=panels, label="load over the layer's mean")
+    figure.colorbar(image, ax=shown, label="load over the layer's mean")
     return figure
 
 
@@ -55,17 +54,8 @@ class Point(Protocol):
 
 
 def load_against_crossings(points: Sequence[Point], curve: Sequence[Point] = ()) -> Figure:
-    """Every method as a point, and the curve of `joint` under growing limits: down and left is better.
-
-    Parameters
-    ----------
-    points : sequence of Point
-        Methods, on the same split.
-    curve : sequence of Point
-        Of `joint` on that split, in the order of its limits.
-    """
-    figure = Figure(figsize=(7.5, 5), layout="constrained")
-    axes = figure.subplots()
+    """Every method on a split as a point, and the curve of `joint` by its limits: down and left is better."""
+    figure, axes = panels(7.5, 5)
     if curve:
         crossings, load = [100 * point.cross_share for point in curve], [point.balance_mean for point in curve]
         axes.plot(crossings, load, "o-", color=BLUE, markersize=4, label="joint, by its limit on the load")
@@ -77,9 +67,7 @@ def load_against_crossings(points: Sequence[Point], curve: Sequence[Point] = ())
         axes.plot(*at, "s", color=VERMILLION, markersize=5)
         axes.annotate(", ".join(methods), at, textcoords="offset points", zorder=1, bbox=BEHIND, **_aside(at, names))
     axes.axhline(1, color=GREY, linewidth=0.8, zorder=0.5)
-    axes.set_xlabel("transitions that change GPU, %")
-    axes.set_ylabel("fullest GPU over the mean, mean of layers")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="transitions that change GPU, %", ylabel="fullest GPU over the mean, mean of layers")
     return figure
 
 

@@ -1,6 +1,6 @@
 """The table of `moeblaze place`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich import box
@@ -8,33 +8,27 @@ from rich.table import Table
 
 from moeblaze_ref.placement.methods import Row, Trial
 
-COLUMNS = ("method", "load: mean", "worst layer", "cross-GPU", "step ms", "solved in s", "gap")
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "method": lambda row: row.method,
+    "load: mean": lambda row: f"{row.balance_mean:.3f}",
+    "worst layer": lambda row: f"{row.balance_worst:.3f}",
+    "cross-GPU": lambda row: f"{row.cross_share:.1%}",
+    "step ms": lambda row: f"{row.step_ms:.3f}",
+    "solved in s": lambda row: f"{row.solve_s:.2f}",
+    "gap": lambda row: "-" if row.gap is None else f"{row.gap:.2%}",
+}
 
 
 def table(rows: list[Row], evaluated: str) -> Table:
     """A line a method: the fullest GPU over the mean, crossings, the modelled step, and what finding it took.
 
-    The gap is `methods.Fitted.gap`.
-
-    Parameters
-    ----------
-    rows : list of Row
-    evaluated : str
-        What the numbers were taken on, for the caption.
+    The gap is `methods.Fitted.gap`; ``evaluated`` is the caption.
     """
     found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=evaluated, caption_justify="left")
     for name in COLUMNS:
         found.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for row in rows:
-        found.add_row(
-            row.method,
-            f"{row.balance_mean:.3f}",
-            f"{row.balance_worst:.3f}",
-            f"{row.cross_share:.1%}",
-            f"{row.step_ms:.3f}",
-            f"{row.solve_s:.2f}",
-            "-" if row.gap is None else f"{row.gap:.2%}",
-        )
+        found.add_row(*(cell(row) for cell in COLUMNS.values()))
     return found
 
 

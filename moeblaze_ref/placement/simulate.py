@@ -236,5 +236,4 @@ def step(profile: Profile, shares: np.ndarray, on: Cluster, tokens: int = STEP_T
 
 def slowness(on: Cluster) -> np.ndarray:
     """Seconds of one token on each link, (G, G); 0 on the diagonal."""
-    others = ~np.eye(on.num_gpus, dtype=bool)
-    return np.divide(on.row_bytes, on.bandwidth, out=np.zeros_like(on.bandwidth), where=others)
+    return np.divide(on.row_bytes, on.bandwidth, out=np.zeros_like(on.bandwidth), where=on._others)

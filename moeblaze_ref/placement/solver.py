@@ -25,32 +25,17 @@ _ENDED = (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE)
 
 @dataclass(frozen=True)
 class Found:
-    """The best solution so far.
+    """The best solution so far."""
 
-    Parameters
-    ----------
-    values : dict of variable to float
-    bound : int
-        No solution is below it: proven. Objectives are sums of what cannot be negative, so at least 0.
-    """
-
-    values: dict
-    bound: int
+    values: dict  #: of each variable
+    bound: int  #: no solution is below it: proven; at least 0, as sums of what cannot be negative are
 
 
 def minimise(model, solver: str, time_limit: float, start: dict | None = None) -> Found | None:
-    """Solve a MathOpt model of integer variables and costs, none below 0.
+    """Solve a MathOpt model of integer variables and costs, none below 0, by one of ``SOLVERS``.
 
-    Parameters
-    ----------
-    model : mathopt.Model
-        With its objective, to be minimised.
-    solver : str
-        One of ``SOLVERS``.
-    time_limit : float
-        Seconds, at most ``LONGEST``; the best solution so far counts when they are over.
-    start : dict of variable to float, optional
-        A solution to begin with.
+    When the time limit, in seconds and at most ``LONGEST``, is over, the best solution so far counts. ``start`` is a
+    solution to begin with, the value of each variable.
 
     Returns
     -------

@@ -26,23 +26,12 @@ def synthetic_trace(
 ) -> RoutingTrace:
     """Zipf load and Markov transitions.
 
-    In every layer a random order ranks the experts, and the one of rank i is chosen in proportion to 1 / (i + 1)**skew.
-    Each of a token's choices leads, with probability ``dependency``, to the expert of the same rank in the next layer;
-    what is left to choose is drawn afresh. Following ranks keeps the load as skewed as it was.
+    In every layer a random order ranks the experts, and the one of rank i is chosen in proportion to 1 / (i + 1)**skew:
+    0 is uniform, 1 is Zipf's law. Each of a token's choices leads, with probability ``dependency``, to the expert of
+    the same rank in the next layer; what is left to choose is drawn afresh. Following ranks keeps the load as skewed as
+    it was. Neighbouring tokens share one of so many ``sequences``; the seed is of the ranks and of every draw.
 
-    Parameters
-    ----------
-    tokens, layers, num_experts, k : int
-        Sizes: at most ``MAX_LAYERS`` layers of ``checks.MAX_EXPERTS`` experts, and ``checks.MAX_TOP_K`` choices a
-        token; k <= num_experts.
-    skew : float
-        0 is uniform, 1 is Zipf's law.
-    dependency : float
-        0: layers are independent; 1: a token's first choices decide all that follow.
-    sequences : int
-        Neighbouring tokens share one of so many.
-    seed : int
-        Of the ranks and of every draw.
+    There are at most ``MAX_LAYERS`` layers of ``checks.MAX_EXPERTS`` experts, and ``checks.MAX_TOP_K`` choices a token.
 
     Raises
     ------
@@ -113,15 +102,9 @@ def counted_trace(counts: np.ndarray, k: int, tokens: int, seed: int = 0, model:
 def trace_or_synthetic(
     path: Path | None, size: str | None, num_experts: int | None = None, model: str | None = None
 ) -> RoutingTrace:
-    """Load a trace from a file, or make one from "LAYERSxExK", with ``TOKENS`` tokens and ``SKEW``.
+    """Load a trace from a file, or make one from "LAYERSxExK", such as "58x256x8", with ``TOKENS`` tokens and ``SKEW``.
 
-    Parameters
-    ----------
-    path : Path or None
-    size : str or None
-        Such as "58x256x8".
-    num_experts, model
-        Of a file: as in `traces.load`.
+    The number of experts and the model are of a file: as in `traces.load`.
 
     Raises
     ------

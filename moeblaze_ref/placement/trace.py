@@ -16,16 +16,10 @@ from moeblaze_ref.core.traces import RoutingTrace
 
 
 def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTrace, RoutingTrace]:
-    """The profiling sample and the held-out rest: whole sequences, chosen at random.
+    """The profiling sample and the held-out rest: whole sequences, of which the seed chooses a share at random.
 
-    Parameters
-    ----------
-    trace : RoutingTrace
-        With `seq`: at least two of them.
-    seed : int
-        The same seed chooses the same sequences.
-    share : float
-        Of the sequences, those to profile: in (0, 1); at least one stays on each side.
+    The trace needs `seq`, with at least two of them; the share is in (0, 1), and at least one sequence stays on each
+    side.
 
     Raises
     ------

@@ -1,9 +1,7 @@
 """One launch interface: CuPy's arrays on a GPU, numpy's on the CPU, and in `torch_executor` torch's own tensors.
 
-An executor has ``name``, ``capability``, ``multiprocessors``, ``empty(shape, dtype)``, ``full(shape, dtype, value)``,
-``cast(array, dtype)``, ``from_numpy(array)``, ``to_numpy(array)``, ``matmul(left, right, dtype)``,
-``tensor_map(array, box)``, ``check(file)`` and ``load(file, **constants)``; the module that it loads has
-``launch(kernel, grid, block, shared_bytes=0, **arguments)``. The same .cu file runs through each.
+The same .cu file runs through each `Executor`: the module that it loads has ``launch(kernel, grid, block,
+shared_bytes=0, **arguments)``.
 """
 
 import functools

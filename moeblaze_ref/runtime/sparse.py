@@ -79,13 +79,7 @@ class Launch:
 
 
 class Reservation:
-    """Addresses for an array, of which the parts that are opened may be accessed.
-
-    Parameters
-    ----------
-    shape : tuple of int
-    dtype : str
-    """
+    """Addresses for an array, of which the parts that are opened may be accessed."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str):
         size = math.prod(shape) * np.dtype(dtype).itemsize

@@ -20,12 +20,7 @@ SHORT_DEPTH = 256  # of products that a library never splits into parts, whose n
 
 
 class TorchExecutor:
-    """What an executor does with tensors of one device; who inherits says how kernels are loaded and run.
-
-    Parameters
-    ----------
-    device : torch.device
-    """
+    """What an executor does with tensors of one device; who inherits says how kernels are loaded and run."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -191,7 +191,7 @@ def _check_dropped(bins: CapacityBins, dispatch: Dispatch, dtypes: Dtypes) -> No
 
 def _check_backward(d_out: Array, saved: "Saved", w1: Array, w2: Array | None, w3: Array, dtypes: Dtypes) -> None:
     checks.check_type("saved", saved, Saved)
-    check_experts_backward(d_out, w1, w2, w3, saved, saved.a.shape[2])
+    check_experts_backward(saved.bins, saved.x_rows, saved.activation, saved.a.shape[2], d_out, w1, w2, w3)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import take_columns
-from moeblaze_ref.core.config import POLICIES, is_gated
+from moeblaze_ref.core.config import POLICIES, MoEConfig, is_gated
 from moeblaze_ref.core.contract import INT32, Contract, Tensor, Value, bodies
+from moeblaze_ref.core.stage_contracts import ACTIVATION, Dtypes
 from moeblaze_ref.core.structures import HIDDEN, STRUCTURES, Array, Dispatch, Gating
 
 # What each policy keeps of a gated activation, besides x, the Dispatch and the gates. The backward
@@ -265,7 +266,7 @@ def _check_forward(
     policy: str,
     renormalize: bool,
     topk_experts: Array | None,
-    dtypes: stage_contracts.Dtypes,
+    dtypes: Dtypes,
 ) -> None:
     checks.check_name("policy", policy, POLICIES)
     _check_weights(x, weights, k, activation, dtypes)
@@ -280,7 +281,7 @@ def _check_backward(
     weights: MoEWeights,
     overwrite: bool,
     wanted: Collection[str],
-    dtypes: stage_contracts.Dtypes,
+    dtypes: Dtypes,
     **d_losses: float | Array,
 ) -> None:
     checks.check_type("saved", saved, Saved)
@@ -293,9 +294,23 @@ def _check_backward(
         checks.check_name("gradient", name, Gradients._fields)
 
 
-def _check_weights(x: Array, weights: MoEWeights, k: int, activation: str, dtypes: stage_contracts.Dtypes) -> None:
+def _check_weights(x: Array, weights: MoEWeights, k: int, activation: str, dtypes: Dtypes) -> None:
+    """x (L, d), the weights, k and the activation describe one layer."""
     checks.check_type("weights", weights, MoEWeights)
-    stage_contracts.check_layer(x, weights, k, activation, dtypes)
+    gated = is_gated(activation)
+    checks.check_second_projection("w2", weights.w2, gated, activation)
+    checks.check_tensor("x", x, {"L": None, "d": None}, dtypes)
+    num_tokens, d = x.shape
+    same = (checks.dtype_of(x),)
+    checks.check_tensor("wg", weights.wg, {"d": d, "E": None}, same)
+    num_experts = weights.wg.shape[1]
+    checks.check_tensor("w1", weights.w1, {"E": num_experts, "d": d, "h": None}, same)
+    h = weights.w1.shape[2]
+    if gated:
+        checks.check_tensor("w2", weights.w2, {"E": num_experts, "d": d, "h": h}, same)
+    checks.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
+    # The configuration checks the sizes, k and R.
+    MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=checks.dtype_of(x))
 
 
 FORWARD = Contract(
@@ -304,7 +319,7 @@ FORWARD = Contract(
         Tensor("x", "L d", text="Tokens; L = 0 is valid"),
         Value("weights", "MoEWeights", "Of the dtype of ``x``, finite"),
         Value("k", "int", "Experts per token, 1..E"),
-        Value("activation", "str", "One of ``config.ACTIVATIONS``"),
+        ACTIVATION,
         Value("policy", "str", "What to keep for the backward, one of ``config.POLICIES``; it changes no result"),
         Value("renormalize", "bool", "Divide the chosen gates of a token by their sum"),
         Tensor(
@@ -367,19 +382,7 @@ def forward(
     renormalize: bool = False,
     topk_experts: Array | None = None,
 ) -> LayerOutput:
-    """One MoE layer, of checked arguments: see `FORWARD`.
-
-    Parameters
-    ----------
-    stages : Stages
-        The backend's.
-    x, weights, k, activation, policy, renormalize, topk_experts
-        As in `FORWARD`.
-
-    Returns
-    -------
-    LayerOutput
-    """
+    """One MoE layer over a backend's stages, of checked arguments: see `FORWARD`."""
     dispatch, gates, load_balancing_loss, router_z_loss = route(stages, x, weights.wg, k, renormalize, topk_experts)
     out, kept = run_experts(stages, x, weights, dispatch, gates, activation, policy)
     saved = Saved(x, dispatch, gates, kept, activation, policy, renormalize)
@@ -391,19 +394,8 @@ def route(
 ) -> Routed:
     """The half of the forward that every system shares: who goes where, by which gates.
 
-    Parameters
-    ----------
-    stages : Stages
-        The backend's.
-    x : array (L, d)
-    wg : array (d, E)
-    k, renormalize, topk_experts
-        As in `FORWARD`.
-
-    Returns
-    -------
-    Routed
-        The probabilities (L, E) are not in it: `router_gradients` computes them again.
+    wg is (d, E); the other arguments are as in `FORWARD`. The probabilities (L, E) are not in the result:
+    `router_gradients` computes them again.
     """
     chosen, *others = choose(stages, x, wg, k, renormalize, topk_experts)
     return Routed(stages.dispatch.build(chosen, wg.shape[1]), *others)
@@ -412,21 +404,9 @@ def route(
 def choose(
     stages: Stages, x: Array, wg: Array, k: int, renormalize: bool = False, topk_experts: Array | None = None
 ) -> Choice:
-    """The router alone: which experts, by which gates.
+    """The router alone: which experts, by which gates. Arguments as in `route`.
 
-    Parameters
-    ----------
-    stages : Stages
-        The backend's.
-    x : array (L, d)
-    wg : array (d, E)
-    k, renormalize, topk_experts
-        As in `FORWARD`.
-
-    Returns
-    -------
-    Choice
-        The logits and the probabilities (L, E) are dropped here.
+    The logits and the probabilities (L, E) are dropped here.
     """
     logits = stages.router.forward(x, wg)
     probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
@@ -447,18 +427,8 @@ def run_experts(
 ) -> tuple[Array, dict[str, Array]]:
     """The half of the forward after the router: every token through its experts.
 
-    Parameters
-    ----------
-    stages : Stages
-        The backend's.
-    x : array (L, d)
-    weights : MoEWeights
-        Of the Dispatch's experts; wg is not looked at.
-    dispatch : Dispatch
-        A partial one gives the sums of the rows that are here.
-    gates : array (L, k)
-    activation, policy : str
-        As in `FORWARD`.
+    The weights are those of the Dispatch's experts; wg is not looked at. A partial Dispatch gives the sums of the rows
+    that are here. The gates are (L, k) float32. The other arguments are as in `FORWARD`.
 
     Returns
     -------
@@ -488,18 +458,7 @@ def backward(
     overwrite: bool = False,
     wanted: Collection[str] = Gradients._fields,
 ) -> Gradients:
-    """Every gradient of the layer, of checked arguments: see `BACKWARD`.
-
-    Parameters
-    ----------
-    stages : Stages
-        The backend's.
-    d_out, saved, weights, d_load_balancing_loss, d_router_z_loss, overwrite, wanted
-        As in `BACKWARD`.
-
-    Returns
-    -------
-    Gradients
+    """Every gradient of the layer over a backend's stages, of checked arguments: see `BACKWARD`.
 
     Raises
     ------
@@ -538,26 +497,9 @@ def expert_gradients(
     overwrite: bool = False,
     wanted: Collection[str] = Gradients._fields,
 ) -> Gradients:
-    """The half of the backward before the router.
+    """The half of the backward before the router: d_wg is None, and d_x that through the experts alone.
 
-    Parameters
-    ----------
-    stages : Stages
-        The backend's.
-    d_out, saved, overwrite, wanted
-        As in `backward`; a partial Dispatch gives the sums of the rows that are here.
-    weights : MoEWeights
-        Of the Dispatch's experts; wg is not looked at.
-
-    Returns
-    -------
-    Gradients
-        d_wg is None, and d_x that through the experts alone.
-
-    Raises
-    ------
-    RuntimeError
-        As `backward`.
+    The weights and a partial Dispatch are as in `run_experts`; the other arguments and the error are as in `backward`.
     """
 
     def if_wanted(name: str, gradient: Callable[..., Array], *operands: Any) -> Array | None:
@@ -606,29 +548,11 @@ def router_gradients(
     d_router_z_loss: float | Array = 0.0,
     wanted: Collection[str] = Gradients._fields,
 ) -> tuple[Array | None, Array | None]:
-    """What the backward of every system ends with: d_x through the router alone, and d_wg.
+    """What the backward of every system ends with: d_x (L, d) through the router alone and d_wg (d, E), where wanted.
 
-    Parameters
-    ----------
-    stages : Stages
-        The backend's.
-    d_gates : array (L, k)
-        Gradient of the gates that `route` returned.
-    x : array (L, d)
-    wg : array (d, E)
-    topk_experts : array (L, k), int32
-        The choice that was made; the logits are computed again, the choice is not.
-    renormalize : bool
-        As in `route`.
-    d_load_balancing_loss, d_router_z_loss : float or array ()
-        Gradients of the two losses.
-    wanted : collection of str
-        Of both, what is in it is computed.
-
-    Returns
-    -------
-    d_x : array (L, d) or None
-    d_wg : array (d, E) or None
+    ``d_gates`` (L, k) is the gradient of the gates that `route` returned for ``topk_experts`` (L, k): the logits are
+    computed again, the choice is not. x is (L, d), wg (d, E); ``renormalize`` is as in `route`. The other arguments are
+    as in `BACKWARD`. A gradient that is not wanted is None.
     """
     if "d_x" not in wanted and "d_wg" not in wanted:
         return None, None

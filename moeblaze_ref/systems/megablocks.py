@@ -114,7 +114,8 @@ def _check_backward(
     for name in wanted:
         checks.check_name("gradient", name, Gradients._fields)
     checks.check_array("saved.x_rows", saved.x_rows, 2, dtypes)
-    check_experts_backward(d_out, w1, w2, w3, saved, saved.topology.shape[1] // saved.bins.E)
+    h = saved.topology.shape[1] // saved.bins.E
+    check_experts_backward(saved.bins, saved.x_rows, saved.activation, h, d_out, w1, w2, w3)
 
 
 FORWARD = Contract(

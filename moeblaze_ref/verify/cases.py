@@ -40,8 +40,8 @@ GOLDEN_DISPATCH = Dispatch(
 class Printed(NamedTuple):
     """One item of MoEBlaze's figure 2, as the paper prints it."""
 
-    values: int | list  # a number; the experts of each token; the elements of an array
-    misprint: str  # what is wrong with it; empty if nothing is
+    values: int | list  #: a number; the experts of each token; the elements of an array
+    misprint: str  #: what is wrong with it; empty if nothing is
 
 
 PRINTED_EXAMPLE = {
@@ -57,10 +57,7 @@ PRINTED_EXAMPLE = {
 def example_in_three_columns() -> list[dict[str, str]]:
     """MoEBlaze's figure 2, a row for each item: as printed, its misprint, and what the five tokens give.
 
-    Returns
-    -------
-    list of dict
-        Of the columns ``item``, ``as printed``, ``misprint`` and ``what the five tokens give``.
+    The columns are ``item``, ``as printed``, ``misprint`` and ``what the five tokens give``.
 
     Notes
     -----
@@ -135,61 +132,30 @@ def random_topk(num_tokens: int, num_experts: int, k: int, routing: str = "unifo
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One layer and the tokens that run through it; outputs and gradients are of order 1.
+    """One layer and the tokens that run through it; outputs and gradients are of order 1."""
 
-    Parameters
-    ----------
-    name : str
-        What is hard about it.
-    x : ndarray (L, d)
-    weights : MoEWeights
-    d_out : ndarray (L, d)
-        Gradient of the layer's output.
-    k : int
-        Experts per token.
-    activation, policy : str
-        The policy is what the layer keeps; it must change no result.
-    renormalize : bool
-        Whether the chosen gates are divided by their sum.
-    d_losses : tuple of float
-        Gradients of the load-balancing loss and of the router z-loss; 0 for a loss that is off.
-    capacity_factor : float or str
-        Of the stage ``capacity``, one of ``CAPACITY_FACTORS``.
-    drop_policy : str
-        Of the stage ``capacity``, one of ``capacity.DROP_POLICIES``.
-    replay : bool
-        Whether the layer is given its routing, ``topk_experts``, in place of its router's choice.
-    wanted : tuple of str
-        The gradients that are asked for, of ``GRADIENTS``.
-    overwrite : bool
-        Whether the backward may overwrite what the forward saved; of a torch layer, whether it is the last backward.
-    autocast : bool
-        Of the torch layers in a narrow dtype: whether x and the weights are float32 and ``torch.autocast`` casts them.
-    keep_routing : bool
-        Of the torch layers: whether activation checkpointing computes the forward twice, with one routing.
-    block : int, optional
-        Of the stage ``block_sparse``, a divisor of h; by default `comparisons.sparse_block`.
-    step : int
-        Steps of the same shape that came before. Rows and gradients that a single stage is given differ in each.
-    """
-
-    name: str
-    x: np.ndarray
+    name: str  #: what is hard about it
+    x: np.ndarray  #: (L, d)
     weights: MoEWeights
-    d_out: np.ndarray
-    k: int
+    d_out: np.ndarray  #: (L, d): gradient of the layer's output
+    k: int  #: experts per token
     activation: str = "swiglu"
-    policy: str = "minimal"
-    renormalize: bool = False
+    policy: str = "minimal"  #: what the layer keeps; it must change no result
+    renormalize: bool = False  #: whether the chosen gates are divided by their sum
+    #: Gradients of the load-balancing loss and of the router z-loss; 0 for a loss that is off.
     d_losses: tuple[float, float] = D_LOSSES
-    capacity_factor: float | str = capacity.DEFAULT_FACTOR
-    drop_policy: str = "by_gate"
-    replay: bool = False
-    wanted: tuple[str, ...] = GRADIENTS
+    capacity_factor: float | str = capacity.DEFAULT_FACTOR  #: of the stage ``capacity``, one of ``CAPACITY_FACTORS``
+    drop_policy: str = "by_gate"  #: of the stage ``capacity``, one of ``capacity.DROP_POLICIES``
+    replay: bool = False  #: whether the layer is given its routing, ``topk_experts``, in place of its router's choice
+    wanted: tuple[str, ...] = GRADIENTS  #: the gradients that are asked for, of ``GRADIENTS``
+    #: Whether the backward may overwrite what the forward saved; of a torch layer, whether it is the last backward.
     overwrite: bool = False
+    #: Of the torch layers in a narrow dtype: whether x and the weights are float32 and ``torch.autocast`` casts them.
     autocast: bool = False
+    #: Of the torch layers: whether activation checkpointing computes the forward twice, with one routing.
     keep_routing: bool = False
-    block: int | None = None
+    block: int | None = None  #: of the stage ``block_sparse``, a divisor of h; by default `comparisons.sparse_block`
+    #: Steps of the same shape that came before. Rows and gradients that a single stage is given differ in each.
     step: int = 0
 
     @property
@@ -299,7 +265,10 @@ def standard_cases() -> list[Case]:
     """
     return [
         make_case(13, 8, 16, 4, 2, "zipf", "small"),
-        *tile_cases(),
+        # Two tiles, of 256 columns or 256 experts at most, the last not full. "hot expert" has two along its rows.
+        make_case(9, 8, 264, 3, 2, name="two tiles along h"),
+        make_case(9, 264, 8, 3, 2, name="two tiles along d"),
+        make_case(9, 8, 8, 264, 2, name="two tiles along E"),
         make_case(1, 8, 16, 4, 2, name="one token"),
         make_case(9, 8, 16, 4, 4, name="k = E"),
         make_case(11, 8, 16, 5, 1, "hot", "one expert gets all"),
@@ -310,23 +279,6 @@ def standard_cases() -> list[Case]:
         make_case(300, 8, 16, 16, 2, "hot", "hot expert"),
         make_case(70, 16, 8, 130, 8, "empty", "many experts, half of them empty"),
     ]
-
-
-def tile_cases() -> list[Case]:
-    """Return small cases with a second tile along one axis: of 256 columns or 256 experts at most, the last not full.
-
-    "hot expert" of `standard_cases` has a second tile along the rows of one expert.
-    """
-    return [
-        make_case(9, 8, 264, 3, 2, name="two tiles along h"),
-        make_case(9, 264, 8, 3, 2, name="two tiles along d"),
-        make_case(9, 8, 8, 264, 2, name="two tiles along E"),
-    ]
-
-
-def ungated_tiles_case() -> Case:
-    """Return two tiles along h where a and b do not share a tile's columns."""
-    return make_case(9, 8, 264, 3, 2, name="two tiles along h, ungated", activation="silu")
 
 
 def telling_cases(dtype: str = "float32") -> list[Case]:
@@ -457,7 +409,9 @@ def whole_block_cases() -> list[Case]:
 
 
 def option_cases() -> list[Case]:
-    """Every activation, in small cases, `kink_cases`, `ungated_tiles_case`, then other options: `paired_options`."""
+    """Every activation, in small cases, `kink_cases`, two tiles along h where a and b do not share a tile's columns,
+    then other options: `paired_options`.
+    """
     policies = itertools.cycle(POLICIES)
     activations = [
         replace(
@@ -467,7 +421,8 @@ def option_cases() -> list[Case]:
         )
         for seed, (activation, policy) in enumerate(zip(ACTIVATIONS, policies, strict=False))
     ]
-    return activations + kink_cases() + [ungated_tiles_case()] + paired_options()
+    ungated = make_case(9, 8, 264, 3, 2, name="two tiles along h, ungated", activation="silu")
+    return [*activations, *kink_cases(), ungated, *paired_options()]
 
 
 # Each switch of `paired_options` differs from ``renormalize`` under the policies that have a 1 here. No two rows are
@@ -531,10 +486,7 @@ def capacities(case: Case) -> list[Case]:
 def every_activation(**sizes: int) -> list[Case]:
     """Every activation, with renormalisation and both losses, then without, on one shape that no tile divides.
 
-    Parameters
-    ----------
-    **sizes : int
-        L, d, h, E and k, where they are to be others.
+    ``sizes`` are L, d, h, E and k, where they are to be others.
     """
     return [
         replace(_switched(activation, on, **sizes), name=f"{activation}, {'all on' if on else 'all off'}")

@@ -38,32 +38,18 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the cross-check table.
-
-    Parameters
-    ----------
-    stage, direction, backend : str
-    version : str or None
-        Kernel file of a raw CUDA stage, without its ending.
-    dtype : str
-    shape : str or None
-        Sizes of the case and what is hard about it; of an unavailable version, what it needs.
-    error, bound : float or None
-        Worst relative error over the tensors (for int32: elements that differ), and its limit.
-    ok, available : bool
-        An unavailable backend or version is never ok.
-    """
+    """One line of the cross-check table."""
 
     stage: str
     direction: str
     backend: str
-    version: str | None
+    version: str | None  #: kernel file of a raw CUDA stage, without its ending
     dtype: str
-    shape: str | None
-    error: float | None
-    bound: float | None
+    shape: str | None  #: sizes of the case and what is hard about it; of an unavailable version, what it needs
+    error: float | None  #: worst relative error over the tensors (for int32: elements that differ)
+    bound: float | None  #: the limit of the error
     ok: bool
-    available: bool
+    available: bool  #: an unavailable backend or version is never ok
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON; a NaN error becomes a string."""
@@ -104,41 +90,39 @@ def _step_by_step(stage: OpenStage, run: Callable[[OpenStage, Case], Found], ste
 def check_stage(backend: Backend, version: str | None, case: Case, stage: str) -> Iterator[Row]:
     """Forward and backward rows of a floating-point stage, in every dtype that the version has."""
     opened = backend.open(stage, version)
+    run, expect = comparisons.comparison(stage, version)
     for dtype in backend.versions(stage)[version]:
         steps = _rounded_steps(case, dtype)
-        found = _step_by_step(opened, comparisons.runner(stage, version), steps)
-        yield from _rows_of(backend, stage, version, dtype, steps, found, comparisons.expectation(stage, version))
+        found = _step_by_step(opened, run, steps)
+        yield from _rows_of(backend, stage, version, dtype, steps, found, expect)
 
 
-def check_block_sparse(backend: Backend, version: str | None, case: Case) -> Iterator[Row]:
-    """The bins and the topology, bit for bit, then MegaBlocks' experts as any floating-point stage."""
-    stage = backend.open("block_sparse", version)
-    errors = _step_by_step(stage, _differing_structures, case.steps())
-    yield _row_of_bits(backend, "block_sparse", version, "structures", case, errors)
-    yield from check_stage(backend, version, case, "block_sparse")
+def check_with_structures(backend: Backend, version: str | None, case: Case, stage: str) -> Iterator[Row]:
+    """The stage's index structures bit for bit, then its experts as any floating-point stage."""
+    opened = backend.open(stage, version)
+    errors = _step_by_step(opened, _DIFFERING_STRUCTURES[stage], case.steps())
+    yield _row_of_bits(backend, stage, version, "structures", case, errors)
+    yield from check_stage(backend, version, case, stage)
 
 
-def _differing_structures(stage, case: Case) -> int:
+def _differing_blocks(stage, case: Case) -> int:
+    """The elements that differ in the bins and in the topology."""
     h, dispatch = case.weights.w1.shape[2], comparisons.dispatch_of(case)
     bins = reference_sparse.pad(dispatch, comparisons.block_of(case))
     error = differing_elements(stage.pad(dispatch, bins.block), bins)
     return error + differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
 
 
-def check_capacity(backend: Backend, version: str | None, case: Case) -> Iterator[Row]:
-    """Check kept and dropped rows bit for bit, then the experts of fixed capacity as a floating-point stage."""
-    stage = backend.open("capacity", version)
-    errors = _step_by_step(stage, _differing_bins, case.steps())
-    yield _row_of_bits(backend, "capacity", version, "structures", case, errors)
-    yield from check_stage(backend, version, case, "capacity")
-
-
 def _differing_bins(stage, case: Case) -> int:
+    """The elements that differ in kept and dropped rows."""
     gates, dispatch = comparisons.gates_of(case), comparisons.dispatch_of(case)
     bins, mask = comparisons.kept(case, case.topk_experts, gates)
     found = stage.fill(dispatch, gates, bins.C, case.drop_policy)
     losses = zip(stage.dropped(bins, dispatch), comparisons.dropped_by_definition(case, mask), strict=True)
     return differing_elements(found, bins) + sum(int(np.sum(lost != wanted)) for lost, wanted in losses)
+
+
+_DIFFERING_STRUCTURES = {"block_sparse": _differing_blocks, "capacity": _differing_bins}
 
 
 def check_gradients(
@@ -175,7 +159,10 @@ def check_order(backend: Backend, version: str | None, case: orders.Sum) -> Iter
 
 def _rows_of(backend, stage, version, dtype, steps, found, expect) -> Iterator[Row]:
     """A row for each direction: of the worse of the steps, which run one after the other."""
-    found = [_copied(results) for results in found]  # a step may overwrite what the one before returned
+    found = [  # a step may overwrite what the one before returned
+        {way: {name: np.array(array) for name, array in arrays.items()} for way, arrays in results.items()}
+        for results in found
+    ]
     exact = [_expected(expect, step, "float64") for step in steps]
     baselines = [{} if dtype in comparisons.BOUNDS else _expected(expect, step, dtype) for step in steps]
     precision = comparisons.precision(stage, version, dtype)
@@ -187,10 +174,6 @@ def _rows_of(backend, stage, version, dtype, steps, found, expect) -> Iterator[R
         ]
         worst, step = max(zip(verdicts, steps, strict=True), key=lambda pair: comparisons.badness(pair[0]))
         yield _row(backend, stage, version, direction, dtype, step.shape, *worst)
-
-
-def _copied(results: comparisons.Results) -> comparisons.Results:
-    return {way: {name: np.array(array) for name, array in arrays.items()} for way, arrays in results.items()}
 
 
 def _row_of_bits(backend, stage, version, direction, case, errors: Iterable[int]) -> Row:
@@ -206,10 +189,6 @@ def _row(backend, stage, version, direction, dtype, shape, error, bound) -> Row:
 def unavailable(backend: Backend, stage: str, version: str | None = None, reason: str | None = None) -> Row:
     """Return the row of an unavailable backend or version, with the reason in place of the shape."""
     return Row(stage, "forward", backend.name, version, "-", reason, None, None, False, False)
-
-
-def _unavailable_alone(backend: Backend, stage: str) -> list[Row]:
-    return [unavailable(backend, stage)]
 
 
 def in_reach(backend: Backend, stage: str, cases: Iterable[Case], version: str | None = None) -> list[Case]:
@@ -261,7 +240,7 @@ def plan(
         available = backend.status().available
         for stage in (stage for stage in stages if stage in backend.stages):
             if not available:
-                jobs.append(functools.partial(_unavailable_alone, backend, stage))
+                jobs.append(functools.partial(list, [unavailable(backend, stage)]))
             elif backend is ORACLE:
                 jobs += _plan_layer(backend, f"torch_{stage}")
             else:
@@ -280,8 +259,9 @@ def _backend(name: str) -> Backend:
 
 def check_of(stage: str) -> Callable[[Backend, str | None, Case], Iterator[Row]]:
     """Return the check of a stage: index structures bit for bit, everything else by relative error."""
-    special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse, "capacity": check_capacity}
-    return special.get(stage) or functools.partial(check_stage, stage=stage)
+    if stage == "dispatch":
+        return check_dispatch
+    return functools.partial(check_with_structures if stage in _DIFFERING_STRUCTURES else check_stage, stage=stage)
 
 
 def _plan_version(
@@ -341,17 +321,12 @@ def plan_gradients(backends: Iterable[str] = tuple(LAYER_DEVICES)) -> list[Calla
     asked = [_backend(checks.check_name("backend of the torch layer", name, LAYER_DEVICES)) for name in backends]
     jobs: list[Callable[[], Iterable[Row]]] = []
     for backend in asked:
-        for layer in layers_of(backend):
+        for layer in (name for name, one in comparisons.TORCH_LAYERS.items() if backend.name in one.backends):
             if not backend.status().available:
-                jobs.append(functools.partial(_unavailable_alone, backend, layer))
+                jobs.append(functools.partial(list, [unavailable(backend, layer)]))
             else:
                 jobs += _plan_layer(backend, layer)
     return jobs
-
-
-def layers_of(backend: Backend) -> list[str]:
-    """Names of the torch layers that a backend runs."""
-    return [name for name, layer in comparisons.TORCH_LAYERS.items() if backend.name in layer.backends]
 
 
 def _plan_layer(backend: Backend, layer: str) -> list[Callable[[], Iterable[Row]]]:

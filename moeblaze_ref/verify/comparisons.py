@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from fractions import Fraction
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -75,14 +75,8 @@ def precision(stage: str, version: str | None, dtype: str) -> str:
 def compare(found: Arrays, exact: Arrays, dtype: str, baseline: Arrays | None = None) -> tuple[float, float]:
     """Error and bound of the tensor that is closest to its bound, or furthest beyond it.
 
-    Parameters
-    ----------
-    found, exact : dict of arrays
-        The stage's results, and those of float64.
-    dtype : str
-        What the stage computed in: `precision`.
-    baseline : dict of arrays, optional
-        Results of plain torch in that dtype; needed for the narrow ones.
+    The exact results are those of float64; the dtype is what the stage computed in: `precision`. The narrow ones need
+    a baseline, the results of plain torch in that dtype.
     """
     pairs = [(relative_error(found[name], exact[name]), bound_of(name, exact, dtype, baseline or {})) for name in exact]
     return max(pairs, key=badness)
@@ -107,15 +101,7 @@ def badness(pair: tuple[float, float]) -> float:
 # ---- between numpy and torch ---------------------------------------------------------------
 
 
-@overload
-def _leaf(array: np.ndarray, dtype: torch.dtype) -> Tensor: ...
-
-
-@overload
-def _leaf(array: None, dtype: torch.dtype) -> None: ...
-
-
-def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Tensor | None:
+def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Any:
     """A tensor that autograd differentiates by; gates and logits keep at least float32, as in the kernels."""
     if array is None:
         return None
@@ -199,13 +185,17 @@ def expect_gating(case: Case, dtype: torch.dtype) -> Results:
     if case.L == 0:
         return {"forward": forward}
     routing = oracle.decide(leaf, case.k, case.renormalize, torch.from_numpy(case.topk_experts))
-    losses = {
-        "load_balancing_loss": oracle.load_balancing_loss(routing),
-        "router_z_loss": oracle.router_z_loss(routing),
-    }
+    losses = _losses_of(routing)
     d_outputs = {"gates": d_gates(case)} | dict(zip(losses, case.d_losses, strict=True))
     backward = _gradients({"gates": routing.gates} | losses, d_outputs, {"logits": leaf})
     return {"forward": forward | _arrays(**losses), "backward": backward}
+
+
+def _losses_of(routing: oracle.Routing) -> dict[str, Tensor]:
+    return {
+        "load_balancing_loss": oracle.load_balancing_loss(routing),
+        "router_z_loss": oracle.router_z_loss(routing),
+    }
 
 
 def d_gates(case: Case) -> np.ndarray:
@@ -219,11 +209,10 @@ def d_gates(case: Case) -> np.ndarray:
 def run_expert_up(stage: Any, case: Case) -> Results:
     """a, b and y_swi; gradients of x, w1 and w2 from those of a and b."""
     dispatch, (_, w1, w2, _) = dispatch_of(case), case.weights
-    a, b, y_swi = stage.forward(case.x, w1, w2, dispatch, case.activation)
-    d_a, d_b = d_hidden(case)
+    forward, (d_a, d_b) = run_forward(stage, case), d_hidden(case)
     d_x = stage.input_gradient(d_a, d_b, w1, w2, dispatch)
     d_w1, d_w2 = (None if d is None else stage.weight_gradient(d, case.x, dispatch) for d in (d_a, d_b))
-    return {"forward": _present(a=a, b=b, y_swi=y_swi), "backward": _present(d_x=d_x, d_w1=d_w1, d_w2=d_w2)}
+    return forward | {"backward": _present(d_x=d_x, d_w1=d_w1, d_w2=d_w2)}
 
 
 def run_forward(stage: Any, case: Case) -> Results:
@@ -412,10 +401,7 @@ def expect_layer(
     outputs = {"out": oracle.experts(x, weighting, w1, w2, w3, case.activation)}
     d_outputs: dict[str, Any] = {"out": case.d_out}
     if case.L:  # the mean over no tokens has no gradient
-        losses = {
-            "load_balancing_loss": oracle.load_balancing_loss(routing),
-            "router_z_loss": oracle.router_z_loss(routing),
-        }
+        losses = _losses_of(routing)
         outputs, d_outputs = outputs | losses, d_outputs | dict(zip(losses, _d_losses(case), strict=True))
     inputs = {name: t for name, t in _present(x=x, wg=wg, w1=w1, w2=w2, w3=w3).items() if f"d_{name}" in case.wanted}
     backward = _gradients(outputs, d_outputs, inputs | {"gates": routing.gates})
@@ -481,12 +467,8 @@ def extended(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
 def fitting(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
     """Return those of the cases that a version of a stage can run."""
     if (stage, version) == ("block_sparse", gemm.HOPPER):
-        return [*filter(_in_whole_tiles, cases)]
+        return [case for case in cases if block_of(case) % block_sparse.HOPPER_BLOCK == 0]
     return cases
-
-
-def _in_whole_tiles(case: Case) -> bool:
-    return block_of(case) % block_sparse.HOPPER_BLOCK == 0
 
 
 def turn(stage: str, version: str | None, case: Case) -> int:
@@ -503,23 +485,24 @@ def overflowing(stage: str, multiprocessors: int) -> list[Case]:
 
 def run_block_sparse(stage: Any, case: Case) -> Results:
     """The output of MegaBlocks' experts and every gradient through them."""
-    (_, w1, w2, w3), dispatch = case.weights, dispatch_of(case)
-    gates = gates_of(case)
-    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, block_of(case))
+    return _run_experts(stage, case, block_of(case))
+
+
+def _run_experts(stage: Any, case: Case, *options: Any) -> Results:
+    (_, w1, w2, w3), gates = case.weights, gates_of(case)
+    out, saved = stage.forward(case.x, w1, w2, w3, dispatch_of(case), gates, case.activation, *options)
     found = stage.backward(case.d_out, saved, w1, w2, w3)
     return {"forward": {"out": out}, "backward": _present(**found._asdict())}
 
 
-def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
-    """Expected results of `run_block_sparse`: the same experts, independent of their storage."""
-    return _expect_experts(case, dtype)
+def expect_experts(case: Case, dtype: torch.dtype, mask: Tensor | None = None) -> Results:
+    """Expected results of the experts alone, independent of their storage, the gates given.
 
-
-def _expect_experts(case: Case, dtype: torch.dtype, mask: Tensor | None = None) -> Results:
-    """The experts alone, the gates given; a slot that is False in the mask (L, k) adds nothing."""
+    A slot that is False in the mask (L, k) adds nothing.
+    """
     (_, w1, w2, w3), order = case.weights, _order(case)
-    given = {"x": case.x, "w1": w1, "w2": w2, "w3": w3, "gates": gates_of(case)}
-    inputs = {name: _leaf(array, dtype) for name, array in given.items() if array is not None}
+    given = _present(x=case.x, w1=w1, w2=w2, w3=w3, gates=gates_of(case))
+    inputs = {name: _leaf(array, dtype) for name, array in given.items()}
     a, b = oracle.expert_up(inputs["x"], order, inputs["w1"], inputs.get("w2"))
     y = oracle.expert_down(oracle.activate(a, b, case.activation), order, inputs["w3"])
     gates = inputs["gates"] if mask is None else inputs["gates"] * mask
@@ -534,7 +517,7 @@ class Kept(NamedTuple):
     """Routed rows that fit into a fixed capacity, by the definition."""
 
     bins: CapacityBins
-    mask: np.ndarray  # (L, k) bool
+    mask: np.ndarray  #: (L, k) bool
 
 
 def kept(case: Case, topk_experts: np.ndarray, gates: np.ndarray) -> Kept:
@@ -545,18 +528,14 @@ def kept(case: Case, topk_experts: np.ndarray, gates: np.ndarray) -> Kept:
         "by_arrival": lambda slot: (slot % k, slot // k),
     }[case.drop_policy]
     queues = [sorted(np.flatnonzero(chosen == expert), key=claim) for expert in range(case.E)]
-    C = _rows_of_an_expert(case, max(map(len, queues)))
+    C = max(map(len, queues))
+    if case.capacity_factor != MAX:
+        C = math.ceil(Fraction(str(case.capacity_factor)) * case.L * k / case.E)
     slots, rows = np.full((case.E, C), EMPTY, np.int32), np.full(chosen.size, EMPTY, np.int32)
     for expert, queue in enumerate(queues):
         for place, slot in enumerate(queue[:C]):
             slots[expert, place], rows[slot] = slot, expert * C + place
     return Kept(CapacityBins(slots, rows, k), (rows != EMPTY).reshape(case.L, k))
-
-
-def _rows_of_an_expert(case: Case, longest: int) -> int:
-    if case.capacity_factor == MAX:
-        return longest
-    return math.ceil(Fraction(str(case.capacity_factor)) * case.L * case.k / case.E)
 
 
 def dropped_by_definition(case: Case, mask: np.ndarray) -> tuple[int, int, np.ndarray]:
@@ -568,16 +547,12 @@ def dropped_by_definition(case: Case, mask: np.ndarray) -> tuple[int, int, np.nd
 
 def run_capacity(stage: Any, case: Case) -> Results:
     """The output of experts with C rows each, and every gradient through them."""
-    (_, w1, w2, w3), dispatch = case.weights, dispatch_of(case)
-    options = case.activation, case.capacity_factor, case.drop_policy
-    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates_of(case), *options)
-    found = stage.backward(case.d_out, saved, w1, w2, w3)
-    return {"forward": {"out": out}, "backward": _present(**found._asdict())}
+    return _run_experts(stage, case, case.capacity_factor, case.drop_policy)
 
 
 def expect_capacity(case: Case, dtype: torch.dtype) -> Results:
     """Expected results of `run_capacity`: the gate of a dropped slot counts as 0."""
-    return _expect_experts(case, dtype, torch.from_numpy(kept(case, case.topk_experts, gates_of(case)).mask))
+    return expect_experts(case, dtype, torch.from_numpy(kept(case, case.topk_experts, gates_of(case)).mask))
 
 
 def dispatch_of(case: Case) -> Dispatch:
@@ -589,27 +564,14 @@ def dispatch_of(case: Case) -> Dispatch:
 
 
 class TorchLayer(NamedTuple):
-    """A layer that is checked as a whole.
+    """A layer that is checked as a whole."""
 
-    Parameters
-    ----------
-    system : str
-        One of ``systems.SYSTEMS``.
-    backends : tuple of str
-        The backends that run it.
-    options : callable
-        The options of its constructor that it takes from a case, besides the activation and renormalisation.
-    expect : callable
-        What its results must equal.
-    cases : callable
-        Returns its cases.
-    """
-
-    system: str
-    backends: tuple[str, ...]
+    system: str  #: one of ``systems.SYSTEMS``
+    backends: tuple[str, ...]  #: the backends that run it
+    #: The options of its constructor that it takes from a case, besides the activation and renormalisation.
     options: Callable[[Case], dict[str, Any]]
-    expect: Expect
-    cases: Callable[[], list[Case]]
+    expect: Expect  #: what its results must equal
+    cases: Callable[[], list[Case]]  #: returns its cases
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -734,18 +696,6 @@ def _without_gates(expected: Results) -> Results:
     return expected
 
 
-def _block_of(case: Case) -> dict[str, Any]:
-    return {"block": block_of(case)}
-
-
-def _capacity_of(case: Case) -> dict[str, Any]:
-    return {"capacity_factor": case.capacity_factor, "drop_policy": case.drop_policy}
-
-
-def _with_policies() -> list[Case]:
-    return [*every_choice(), *paired_options(), *single_gradients()]
-
-
 def _without_policies() -> list[Case]:
     return [*every_activation(), *paired_options(), *single_gradients()]
 
@@ -755,25 +705,24 @@ def _in_blocks() -> list[Case]:
     return [*_without_policies(), whole_block_case(), *wide_block_cases()]
 
 
-def _of_capacities() -> list[Case]:
-    return [*extended("capacity", None, standard_cases()), *_without_policies()]
-
-
 KERNELS, PLAIN = ("simt", "cuda"), ("torch",)
+_with_policies = lambda: [*every_choice(), *paired_options(), *single_gradients()]
+_of_capacities = lambda: [*extended("capacity", None, standard_cases()), *_without_policies()]
+# The options that a case chooses of a layer.
+_nothing: Callable[[Case], dict[str, Any]] = lambda case: {}
+_policy = lambda case: {"policy": case.policy}
+_block = lambda case: {"block": block_of(case)}
+_capacity = lambda case: {"capacity_factor": case.capacity_factor, "drop_policy": case.drop_policy}
 # By the name of the check.
 TORCH_LAYERS: dict[str, TorchLayer] = {
-    "torch_layer": TorchLayer(
-        "moeblaze", KERNELS, lambda case: {"policy": case.policy}, expect_torch_layer, _with_policies
-    ),
-    "torch_block_sparse": TorchLayer("megablocks", KERNELS, _block_of, expect_torch_layer, _in_blocks),
+    "torch_layer": TorchLayer("moeblaze", KERNELS, _policy, expect_torch_layer, _with_policies),
+    "torch_block_sparse": TorchLayer("megablocks", KERNELS, _block, expect_torch_layer, _in_blocks),
     "torch_memory_optimized": TorchLayer(
-        "megablocks_memory_optimized", KERNELS, _block_of, expect_torch_layer, _in_blocks
+        "megablocks_memory_optimized", KERNELS, _block, expect_torch_layer, _in_blocks
     ),
-    "torch_capacity": TorchLayer("capacity", PLAIN, _capacity_of, expect_torch_capacity, _of_capacities),
-    "torch_dynamic_capacity": TorchLayer(
-        "dynamic_capacity", PLAIN, lambda case: {}, expect_plain_torch, _without_policies
-    ),
-    "torch_sequential": TorchLayer("sequential", PLAIN, lambda case: {}, expect_plain_torch, _without_policies),
+    "torch_capacity": TorchLayer("capacity", PLAIN, _capacity, expect_torch_capacity, _of_capacities),
+    "torch_dynamic_capacity": TorchLayer("dynamic_capacity", PLAIN, _nothing, expect_plain_torch, _without_policies),
+    "torch_sequential": TorchLayer("sequential", PLAIN, _nothing, expect_plain_torch, _without_policies),
 }
 
 
@@ -802,37 +751,20 @@ EXPECT: dict[str, Expect] = {
     "expert_down": expect_expert_down,
     "combine": expect_combine,
     "layer": expect_saving_layer,
-    "block_sparse": expect_block_sparse,
+    "block_sparse": expect_experts,
     "capacity": expect_capacity,
 }
 
 
-IN_PARTS = ("combine", "2_vector")  # a stage and its version that can write some columns of the output alone
+# What only these versions of a stage do: what runs it, and what its results must equal.
+_OF_VERSIONS: dict[tuple[str, str | None], tuple[Callable[[Any, Case], Results], Expect]] = {
+    ("combine", "2_vector"): (run_combine_in_parts, expect_combine_in_parts),
+    **{("expert_up", version): (run_forward, expect_forward) for version in gemm.TEACHING},
+    **{("expert_down", version): (run_summed, expect_summed) for version in expert_down.SUMMED_VERSIONS},
+    **{("layer", version): (run_layer, expect_saving_summed_layer) for version in expert_down.SUMMED_VERSIONS},
+}
 
 
-def runner(stage: str, version: str | None) -> Callable[[Any, Case], Results]:
-    """Return what runs a stage on a version: that of ``RUN``, unless the version does what no other does."""
-    if (stage, version) == IN_PARTS:
-        return run_combine_in_parts
-    if _is_forward_alone(stage, version):
-        return run_forward
-    return run_summed if _sums(stage, version) else RUN[stage]
-
-
-def expectation(stage: str, version: str | None) -> Expect:
-    """Return what the results of `runner` must equal."""
-    if (stage, version) == IN_PARTS:
-        return expect_combine_in_parts
-    if _is_forward_alone(stage, version):
-        return expect_forward
-    if stage == "layer" and version in expert_down.SUMMED_VERSIONS:
-        return expect_saving_summed_layer
-    return expect_summed if _sums(stage, version) else EXPECT[stage]
-
-
-def _is_forward_alone(stage, version):
-    return stage == "expert_up" and version in gemm.TEACHING
-
-
-def _sums(stage, version):
-    return stage == "expert_down" and version in expert_down.SUMMED_VERSIONS
+def comparison(stage: str, version: str | None) -> tuple[Callable[[Any, Case], Results], Expect]:
+    """Return what runs a stage on a version, and what its results must equal."""
+    return _OF_VERSIONS.get((stage, version)) or (RUN[stage], EXPECT[stage])

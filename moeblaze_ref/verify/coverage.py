@@ -25,28 +25,17 @@ class Check(NamedTuple):
     """One check that a backend runs of a kernel file."""
 
     dtype: str
-    case: Case  # rounded to the dtype
+    case: Case  #: rounded to the dtype
 
 
 @dataclass(frozen=True)
 class Option:
-    """Something that a check chooses.
-
-    Parameters
-    ----------
-    name : str
-    values : tuple of str
-        All that it may be.
-    of : callable
-        The value of a check, not yet a string.
-    parameter : str
-        The argument of the functions and the torch layers that sets it; empty if none does.
-    """
+    """Something that a check chooses."""
 
     name: str
-    values: tuple[str, ...]
-    of: Callable[[Check], object]
-    parameter: str
+    values: tuple[str, ...]  #: all that it may be
+    of: Callable[[Check], object]  #: the value of a check, not yet a string
+    parameter: str  #: the argument of the functions and the torch layers that sets it; empty if none does
 
 
 def _switch(name: str, of: Callable[[Case], bool], parameter: str) -> Option:
@@ -57,6 +46,7 @@ def _choice(name: str, values: tuple[str, ...]) -> Option:
     return Option(name, values, lambda check: getattr(check.case, name), name)
 
 
+_WANTED = {GRADIENTS: "all"} | {(name,): name for name in GRADIENTS}
 OPTIONS = (
     _switch("renormalize", lambda case: case.renormalize, "renormalize"),
     _choice("policy", tuple(POLICIES)),
@@ -66,17 +56,13 @@ OPTIONS = (
     _choice("capacity_factor", tuple(map(str, CAPACITY_FACTORS))),
     _choice("drop_policy", tuple(DROP_POLICIES)),
     _switch("topk_experts", lambda case: case.replay, "topk_experts"),
-    Option("wanted", ("all", *GRADIENTS), lambda check: _wanted(check.case), "wanted"),
+    Option("wanted", ("all", *GRADIENTS), lambda check: _WANTED.get(check.case.wanted, "some"), "wanted"),
     _switch("overwrite", lambda case: case.overwrite, "overwrite"),
     _switch("autocast", is_cast, ""),
     _switch("keep_routing", lambda case: case.keep_routing, ""),
     Option("block", tuple(map(str, (8, BLOCK, *WIDE_BLOCKS))), lambda check: block_of(check.case), "block"),
     Option("dtype", ("float64", *WIDE), lambda check: check.dtype, "dtype"),
 )
-
-
-def _wanted(case: Case) -> str:
-    return "all" if case.wanted == GRADIENTS else ", ".join(case.wanted)
 
 
 ROUTER = ("renormalize", "load_balancing_loss", "router_z_loss")
@@ -132,20 +118,13 @@ Cell = dict[str, int | str]  # by kernel file
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table.
-
-    Parameters
-    ----------
-    stage, option, value : str
-        The value is "-" where the stage does not read the option.
-    cells : dict of str to dict
-        By backend, then by kernel file ("-" where a backend has one version): how many checks have this value, or why
-        none has.
-    """
+    """One line of the table."""
 
     stage: str
     option: str
-    value: str
+    value: str  #: "-" where the stage does not read the option
+    #: By backend, then by kernel file ("-" where a backend has one version): how many checks have this value, or why
+    #: none has.
     cells: dict[str, Cell]
 
 
@@ -205,12 +184,8 @@ def _number(backend: str, stage: str, kernel: str, option: Option, value: str, f
 
 def _never(backend: str, stage: str, kernel: str, option: str, value: str) -> str:
     """Why no check of a kernel file has this value; empty if one must."""
-    if (
-        option == "activation"
-        and (backend, stage) == ("simt", "layer")
-        and value != "swiglu"
-        and kernel != check.FIRST_VERSION
-    ):
+    of_layer = (backend, stage, option) == ("simt", "layer", "activation")
+    if of_layer and value != "swiglu" and kernel != check.FIRST_VERSION:
         return COMPILED
     if option == "block" and kernel == HOPPER and int(value) % HOPPER_BLOCK:
         return WHOLE_BLOCKS

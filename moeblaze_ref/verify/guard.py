@@ -53,64 +53,33 @@ def most_resident_bytes() -> int:
 
 
 class Limits(NamedTuple):
-    """Limits of the resources that code may use.
+    """Limits of the resources that code may use."""
 
-    Parameters
-    ----------
-    seconds : float
-        Of time. Each process may use as many of CPU time on every core.
-    resident_bytes : int
-        Memory that the process and its descendants hold together, looked at every `POLL_SECONDS`. Files in memory, of
-        ``memfd_create`` and of /dev/shm, count too.
-    processes : int
-        How many these are; a compiler is four.
-    file_bytes : int
-        Of the largest file that it may write.
-    """
-
+    #: Of time. Each process may use as many of CPU time on every core.
     seconds: float
+    #: Memory that the process and its descendants hold together, looked at every `POLL_SECONDS`. Files in memory, of
+    #: ``memfd_create`` and of /dev/shm, count too.
     resident_bytes: int = most_resident_bytes()
-    processes: int = 64
-    file_bytes: int = GIB
+    processes: int = 64  #: how many these are; a compiler is four
+    file_bytes: int = GIB  #: of the largest file that it may write
 
 
 class Ended(NamedTuple):
-    """The way in which code ended.
+    """The way in which code ended."""
 
-    Parameters
-    ----------
-    sent : bytes
-        What came through its pipe.
-    status : int
-        Its exit status, or minus the signal that ended it.
-    refused : tuple of str
-        Parts of the confinement that the system has refused.
-    """
-
-    sent: bytes
-    status: int
-    refused: tuple[str, ...]
+    sent: bytes  #: what came through its pipe
+    status: int  #: its exit status, or minus the signal that ended it
+    refused: tuple[str, ...]  #: parts of the confinement that the system has refused
 
 
 Send = Callable[[bytes], Any]
 
 
 def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterable[Any] = ()) -> Ended:
-    """Fork, do the work there, and end everything that it started.
+    """Fork, call the work there with a function that sends bytes, and end everything that it started.
 
-    Parameters
-    ----------
-    work : callable
-        Called with the function that sends bytes.
-    limits : Limits
-    folder : str
-        Where the process and its children put temporary files (``TMPDIR``); the caller removes it.
-    gone : iterable
-        Sentinels of processes without which the work is for nobody.
-
-    Returns
-    -------
-    Ended
+    The process and its children put temporary files into the folder (``TMPDIR``); the caller removes it. ``gone`` are
+    sentinels of processes without which the work is for nobody.
 
     Raises
     ------
@@ -141,15 +110,7 @@ def supervise(work: Callable[[], Any]) -> int:
     """Fork, do the work there, and end every process that is left, even if the fork was killed.
 
     SIGTERM goes on to the process that works, which also gets it if this one is killed. It then ends what it started.
-
-    Parameters
-    ----------
-    work : callable
-
-    Returns
-    -------
-    int
-        Its exit status, or minus the signal that ended it.
+    Returns its exit status, or minus the signal that ended it.
     """
     _become_subreaper()
     with _list_of_children() as children:

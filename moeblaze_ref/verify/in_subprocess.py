@@ -42,38 +42,18 @@ _CAUSES = {
 
 
 class Verdict(NamedTuple):
-    """Verdict of a `checker.Report`.
+    """Verdict of a `checker.Report`."""
 
-    Parameters
-    ----------
-    first_problem : str
-        The first case that is wrong, and how; empty if none is.
-    report : str
-        All cases, with what was counted.
-    document : dict
-        The report as JSON takes it, and what the system ``refused`` of the confinement.
-    """
-
-    first_problem: str
-    report: str
-    document: dict[str, Any]
+    first_problem: str  #: the first case that is wrong, and how; empty if none is
+    report: str  #: all cases, with what was counted
+    document: dict[str, Any]  #: the report as JSON takes it, and what the system ``refused`` of the confinement
 
 
 def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
     """`checker.examine` of a kernel that is named, where Numba runs as it would here.
 
-    Parameters
-    ----------
-    kernel, task
-        As of `checker.examine`; the kernel is none in memory.
-    limit : float
-        Seconds after which the check is stopped.
-    **options
-        As of `checker.examine`, but for ``cases``.
-
-    Returns
-    -------
-    Verdict
+    The kernel is none in memory; kernel and task are named as for `checker.examine`. The options are those of
+    `checker.examine`, but for ``cases``. The check is stopped after ``limit`` seconds.
 
     Raises
     ------
@@ -96,43 +76,21 @@ def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any
 def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
     """The same of a kernel's text, over the cases that are small enough for a simulator, where Numba runs in its own.
 
-    Parameters
-    ----------
-    file, text : str
-        What the kernel's file is called, for messages: NAME.cu or NAME.py; and what is in it.
-    kernel : str
-        The kernel's name.
-    task, limit, **options
-        As of `examine`.
-
-    Returns
-    -------
-    Verdict
-
-    Raises
-    ------
-    ValueError, TypeError, OSError, TimeoutError, ChildProcessError
-        As `examine`.
+    ``file`` is what the kernel's file is called, for messages: NAME.cu or NAME.py. ``text`` is what is in it, and
+    ``kernel`` the kernel's name. The other arguments and the errors are those of `examine`.
     """
     question = _Question(f"{file}:{kernel}", task, options | {"small": True}, text)
     return _ask(_server(), guard.Limits(limit), question)
 
 
 class _Question(NamedTuple):
-    """Request to the comparing process.
+    """Request to the comparing process."""
 
-    Parameters
-    ----------
-    kernel, task, options
-        Of `checker.prepare`.
-    text : str, optional
-        What is in the file of the kernel, if the file has yet to be written.
-    """
-
+    #: Of `checker.prepare`.
     kernel: str
     task: str
     options: dict[str, Any]
-    text: str | None = None
+    text: str | None = None  #: what is in the file of the kernel, if the file has yet to be written
 
 
 @functools.cache

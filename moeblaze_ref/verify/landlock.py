@@ -28,27 +28,14 @@ _WRITING = _WRITING_A_FILE | _REMOVE_DIR | _REMOVE_FILE | _REFER | _MAKE
 
 
 class Opened(NamedTuple):
-    """A file or folder that code may write, and why.
+    """A file or folder that code may write, and why."""
 
-    Parameters
-    ----------
-    path : str
-        With the wildcards of `glob`.
-    reason : str
-    """
-
-    path: str
+    path: str  #: with the wildcards of `glob`
     reason: str
 
 
 def opened(folder: str) -> list[Opened]:
-    """The paths that a reader's kernel may write. It may read whatever the user may read.
-
-    Parameters
-    ----------
-    folder : str
-        For its temporary files.
-    """
+    """The paths that a reader's kernel may write, a folder for temporary files too. It may read what the user may."""
     found = [
         Opened(folder, "temporary files of compilers, of CuPy and of CUDA"),
         Opened("/dev/null", "compilers and shells write there"),

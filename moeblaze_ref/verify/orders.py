@@ -28,21 +28,14 @@ from moeblaze_ref.systems import capacity
 
 
 class Sizes(NamedTuple):
-    """Sizes of one layer; every token chooses all E experts, so k is E and each expert has L rows.
+    """Sizes of one layer; every token chooses all E experts, so k is E and each expert has L rows."""
 
-    Parameters
-    ----------
-    L, d, h, E : int
-        Tokens, width, expert width and experts.
-    block : int
-        Rows and columns of a block of the block-sparse matrices.
-    """
-
+    #: Tokens, width, expert width and experts.
     L: int
     d: int
     h: int
     E: int
-    block: int = 8
+    block: int = 8  #: rows and columns of a block of the block-sparse matrices
 
     @property
     def k(self) -> int:
@@ -334,28 +327,17 @@ ONE_BY_ONE = (KERNELS, ("1_naive", "2_tiled"))  # tensor cores add several produ
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum whose order is stated.
+    """A sum whose order is stated."""
 
-    Parameters
-    ----------
-    stage, result, order : str
-        Such as "combine", "out", "slots".
-    run : callable
-        Takes the stage, a cast to its dtype and the sizes; returns what it finds, and the terms in order.
-    sizes : tuple of Sizes
-        The check runs all of them.
-    backends : tuple of str
-    versions : tuple of str, optional
-        Of raw CUDA; default: all.
-    """
-
+    #: Such as "combine", "out", "slots".
     stage: str
     result: str
     order: str
+    #: Takes the stage, a cast to its dtype and the sizes; returns what it finds, and the terms in order.
     run: Callable[[Any, Callable[[np.ndarray], np.ndarray], Sizes], Found]
-    sizes: tuple[Sizes, ...]
+    sizes: tuple[Sizes, ...]  #: the check runs all of them
     backends: tuple[str, ...]
-    versions: tuple[str, ...] | None = None
+    versions: tuple[str, ...] | None = None  #: of raw CUDA; default: all
 
     @property
     def shape(self) -> str:

@@ -27,21 +27,11 @@ TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck"
 
 @dataclass(frozen=True)
 class Finding:
-    """A message of one tool.
+    """A message of one tool."""
 
-    Parameters
-    ----------
-    tool : str
-        One of ``TOOLS``.
-    ok : bool
-        Whether it found nothing, and the kernels ran to their end.
-    report : tuple of str
-        The lines that it printed.
-    """
-
-    tool: str
-    ok: bool
-    report: tuple[str, ...]
+    tool: str  #: one of ``TOOLS``
+    ok: bool  #: whether it found nothing, and the kernels ran to their end
+    report: tuple[str, ...]  #: the lines that it printed
 
 
 def cases() -> list[Case]:
@@ -62,12 +52,12 @@ def run_every_kernel(executor: Executor):
         return OpenStage(unchecked, nullcontext, executor.from_numpy, executor.to_numpy, options)
 
     for stage in (stage for stage in raw.stages if stage in comparisons.RUN):
-        versions = {
-            version: able for version, able in raw.versions(stage).items() if not refusal(executor, stage, version)
-        }
-        for version, dtypes in versions.items():
+        for version, dtypes in raw.versions(stage).items():
+            if refusal(executor, stage, version):
+                continue
             for case, dtype in itertools.product(comparisons.extended(stage, version, cases()), dtypes):
-                comparisons.runner(stage, version)(opened(stage, version), case.astype(dtype))
+                run, _ = comparisons.comparison(stage, version)
+                run(opened(stage, version), case.astype(dtype))
     for version in raw.versions("dispatch"):
         opened("dispatch", version).build(random_topk(2_100, 7, 3), 7)
         opened("dispatch", version).build(random_topk(300, 300, 32), 300)

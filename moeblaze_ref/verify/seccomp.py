@@ -45,13 +45,8 @@ _REFUSED = [_instruction(_RETURN, _ERRNO | errno.EPERM)]
 _ABSENT = [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]
 
 
-def _always(process: int) -> Block:
-    return _REFUSED
-
-
-def _absent(process: int) -> Block:
-    """The C library then uses the older call, whose arguments the filter sees."""
-    return _ABSENT
+_always = lambda process: _REFUSED
+_absent = lambda process: _ABSENT  # the C library then uses the older call, whose arguments the filter sees
 
 
 def _on_other_processes(process: int, index: int = 0) -> Block:
@@ -79,18 +74,10 @@ def _second_on_other_processes(process: int) -> Block:
 
 
 class Call(NamedTuple):
-    """A system call that the filter refuses.
+    """A system call that the filter refuses."""
 
-    Parameters
-    ----------
-    numbers : tuple of int
-        On x86-64 and on aarch64.
-    block : callable
-        Takes the id of the process and returns the instructions that decide.
-    """
-
-    numbers: tuple[int, int]
-    block: Callable[[int], Block] = _always
+    numbers: tuple[int, int]  #: on x86-64 and on aarch64
+    block: Callable[[int], Block] = _always  #: takes the id of the process and returns the instructions that decide
 
 
 CALLS = {
@@ -156,15 +143,8 @@ CALLS = {
 
 
 def refuse_calls(calls: Iterable[str] = tuple(CALLS)) -> bool:
-    """Install the filter for this process and all that it starts; False if the system refuses.
+    """Install the filter of some of `CALLS` for this process and all that it starts; False if the system refuses.
 
-    Parameters
-    ----------
-    calls : iterable of str
-        Names in `CALLS`.
-
-    Notes
-    -----
     The process must have set ``PR_SET_NO_NEW_PRIVS``, and has one thread.
     """
     if sys.platform != "linux" or platform.machine() not in _MACHINES:

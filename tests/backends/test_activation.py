@@ -1,12 +1,17 @@
-"""The eight activations and their slopes, against torch and central differences, and their checks."""
+"""The eight activations and their slopes in every backend: torch and central differences, a fault, wrong operands."""
 
 import numpy as np
 import pytest
 import torch
+from expert_stages import RAGGED, assert_caught, call, every_fault, refusals
+from headers import assert_as_stated, stated
 
 from moeblaze_ref.backends.numpy_ref import activation as stage
+from moeblaze_ref.backends.raw_cuda import activation as raw
+from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core.config import ACTIVATIONS, GATED_ACTIVATIONS, is_gated
 from moeblaze_ref.nn import oracle
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.verify.cases import relative_error
 
 ROWS, WIDTH = 37, 11
@@ -89,6 +94,28 @@ def test_no_rows(activation):
     assert stage.backward(a, a, b, activation)[0].shape == (0, 4)
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_numba_far_from_zero_do_not_overflow(name):
+    far = np.array([[-1e4, -90.0, 90.0, 1e4]], np.float32)
+    reached = np.square(far) if name == "relu2" else far
+    found = call("numba", "activation", "act", dict(a=far, activation=name))
+    np.testing.assert_allclose(found[far > 0], reached[far > 0], rtol=1e-7)
+    np.testing.assert_allclose(found[far < 0], 0.0, atol=1e-30)  # not all reach it: exp(-90) is a number
+
+
+@pytest.mark.parametrize("dtype", gemm.WIDE)
+@pytest.mark.parametrize("function", ACTIVATIONS)
+def test_the_activation_alone_on_simt(function, dtype):
+    case, executor = RAGGED.astype(dtype), SimtExecutor()
+    a = case.x
+    with executor.recording() as launches:
+        found = raw.act(a, function, executor=executor)
+    expected = stage.act(a.astype(np.float64), function)
+    assert relative_error(found, expected) <= {"float32": 1e-6, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    symbols = {"R": a.shape[0], "h": a.shape[1], "s": a.dtype.itemsize}
+    assert_as_stated(*launches, stated("activation/1_elementwise.cu"), symbols)
+
+
 A = np.ones((2, 3))
 NAN_AT_10 = np.array([[1.0, 1.0, 1.0], [np.nan, 1.0, 1.0]])
 
@@ -115,11 +142,18 @@ def test_bad_input_of_forward_and_backward(a, b, activation, error, message):
         stage.backward(np.ones((2, 3)), a, b, activation)
 
 
-def test_bad_input_of_act():
-    with pytest.raises(ValueError, match="Did you mean 'gelu'"):
-        stage.act(A, "gello")
-    with pytest.raises(ValueError, match=r"a\[1, 0\] is nan"):
-        stage.act(NAN_AT_10, "silu")
+@refusals(
+    "activation",
+    {"act": dict(a=np.float32(A), activation="swiglu")},
+    [
+        (dict(activation="gello"), ValueError, "Did you mean 'gelu'"),
+        (dict(activation="seglu"), ValueError, "unknown activation 'seglu'. Did you mean"),
+        (dict(a=np.float32(NAN_AT_10)), ValueError, r"a\[1, 0\] is nan"),
+    ],
+)
+def test_bad_input_of_act(refused, error, message):
+    with pytest.raises(error, match=message):
+        refused()
 
 
 @pytest.mark.parametrize(
@@ -133,3 +167,16 @@ def test_bad_input_of_act():
 def test_bad_gradient(d_y, error, message):
     with pytest.raises(error, match=message):
         stage.backward(d_y, A, A, "swiglu")
+
+
+FAULTS = {
+    "numba": {
+        "zeros": ("nonlinearity(a[row, column])", "ZERO"),
+        "last row dropped": ("if row < a.shape[0]:", "if row < a.shape[0] - 1:"),
+    },
+}
+
+
+@every_fault(FAULTS)
+def test_a_planted_fault_is_caught(file, change):
+    assert_caught("activation", file, change)

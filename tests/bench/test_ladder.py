@@ -37,10 +37,6 @@ TINY = MoEConfig(L=300, d=136, h=144, E=3, k=2)
 ONE_TILE = MoEConfig(L=60, d=200, h=72, E=1, k=1)
 
 
-def hopper_steps():
-    return [step for step in ladder.LADDER if step.version == ladder.HOPPER]
-
-
 # The steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +114,8 @@ def test_every_step_of_the_last_version_gives_the_same_bits(seed):
     executor = SimtExecutor(seed=seed)
     found = [
         expert_up.forward(*operands, executor=step.executor(executor, TINY), version=step.version)
-        for step in hopper_steps()
+        for step in ladder.LADDER
+        if step.version == ladder.HOPPER
     ]
     for made in found:
         for one, other in zip(made, found[0], strict=True):
@@ -295,7 +292,7 @@ def test_jobs_of_the_ladder():
     assert [plan.repetitions(kind, plan.Request()) for kind in ("ladder", "counters")] == [15, 1]
     with pytest.raises(ValueError, match="unknown version of the series '5_more'"):
         plan.jobs("ladder", plan.Request(versions=("5_more",)))
-    with pytest.raises(ValueError, match="versions 3_mma: bench counters has all of them"):
+    with pytest.raises(ValueError, match="--kernel 3_mma: bench counters has all of them"):
         plan.jobs("counters", plan.Request(versions=("3_mma",)))
 
 
@@ -311,9 +308,14 @@ def test_the_command_times_the_ladder(monkeypatch, tmp_path):
     monkeypatch.setattr(plan, "gpu", PretendedDevice)
     monkeypatch.setattr(plan, "_layer", lambda name, tokens: (name, TINY.replace(L=tokens)))
     options = ("--tokens", 37, "--repetitions", 1, "--kernel", "2_tiled", "--kernel", "3_mma")
-    found, shown = recorded("ladder", tmp_path / "ladder.json", *options)
+    file = tmp_path / "ladder.json"
+    found, shown = recorded("ladder", file, *options)
     assert [row["version"] for row in results.rows_of(found, "ladder")] == ["2_tiled", "3_mma"]
     assert "tensor cores by mma.sync" in shown and "the row above" in shown
+    results.check_place(file)
+    monkeypatch.setattr(provenance, "_commit", lambda: "another")
+    with pytest.raises(ValueError, match="holds runs with commit"):
+        results.check_place(file)
 
 
 def test_the_command_records_what_ncu_counts(ncu, monkeypatch, tmp_path):
@@ -399,39 +401,41 @@ def test_tables_stand_in_the_document_with_where_they_come_from():
     assert found["rows"][0]["tool"] in text
 
 
-def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
-    made = {
-        "preset": "conf3",
-        "run": 0,
-        "kind": "counters",
-        "dram_pct": 10.0,
-        "l2_pct": 20.0,
-        "l2_link_pct": 30.0,
-        "duration_ms": 4.0,
-        "stalls": [("wait", 60.0)],
+def counted(kernel, busy, clock, waits="wait", idea=None, version=ladder.HOPPER):
+    """A row of one launch."""
+    return {
+        **{
+            "kind": "counters",
+            "run": 0,
+            "preset": "tiny",
+            "version": version,
+            "kernel": kernel,
+            "idea": idea or kernel,
+        },
+        **{"tensor_pct": busy, "sm_clock_ghz": clock, "duration_ms": 2.0, "dram_pct": 10, "l2_pct": 20},
+        **{"l2_link_pct": 30, "stalls": [[waits, 40.0], ["barrier", 9.0]]},
     }
+
+
+def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
     rows = [
-        made | {"version": "7_persistent", "kernel": kernel, "idea": idea, "tensor_pct": busy, "sm_clock_ghz": clock}
-        for kernel, idea, busy, clock in (
-            ("expert_up", ladder.TOP.idea, 45.0, 2.0),
-            ("expert_up", "two stages", 10.0, 1.0),
-            ("d_w3", "d_w3", 45.0, 1.0),
-        )
+        counted("expert_up", 45, 2.0, idea=ladder.TOP.idea),
+        counted("expert_up", 10, 1.0, idea="two stages"),
+        counted("d_w3", 45, 1.0),
     ]
-    dense = made | {"version": "", "kernel": "nvjet", "idea": "dense", "tensor_pct": 90.0, "sm_clock_ghz": 2.0}
-    lines = findings.why({"rows": [*rows, dense]}).splitlines()[2:]
-    assert lines == [
-        "| conf3 | `d_w3` | 25 | 50 | 50 | 4.00 | 3.00 | 10 | 20 | 30 |",
-        "| conf3 | `expert_up` | 50 | 50 | 100 | 4.00 | 2.00 | 10 | 20 | 30 |",
-        "| conf3 | cuBLAS, dense | 100 | 100 | 100 | 4.00 | 0.00 | 10 | 20 | 30 |",
+    found = {"rows": [*rows, counted("nvjet", 90, 2.0, version="")]}
+    assert findings.why(found).splitlines()[2:] == [
+        "| tiny | `d_w3` | 25 | 50 | 50 | 2.00 | 1.50 | 10 | 20 | 30 |",
+        "| tiny | `expert_up` | 50 | 50 | 100 | 2.00 | 1.00 | 10 | 20 | 30 |",
+        "| tiny | cuBLAS, dense | 100 | 100 | 100 | 2.00 | 0.00 | 10 | 20 | 30 |",
     ]
-    assert findings.why({"rows": rows}) == ""
+    assert findings.facts({"rows": rows}) == findings.why({"rows": rows}) == "", "without cuBLAS there is no measure"
 
 
-def test_a_file_of_another_device_takes_no_new_ladder(tmp_path, monkeypatch, rows):
-    file = tmp_path / "ladder.json"
-    results.add(file, results.result("ladder", rows, None, 2))
-    results.check_place(file)
-    monkeypatch.setattr(provenance, "_commit", lambda: "another")
-    with pytest.raises(ValueError, match="holds runs with commit"):
-        results.check_place(file)
+def test_what_the_counters_say_is_computed():
+    rows = [counted("expert_down", 80, 1.5, "gmma"), counted("d_hidden", 40, 1.5, findings.WAIT)]
+    found = {"rows": [*rows, counted("nvjet", 80, 1.5, "gmma", version="")]}
+    of_layer, waits = findings.facts(found).replace("\n  ", " ").splitlines()
+    assert "On tiny, furthest behind: `d_hidden`, 1.00 ms of the 1.00 that" in of_layer
+    assert "least busy: `d_hidden` (40% at 1.50 GHz), busiest: `expert_down` (80% at 1.50 GHz), fastest: " in of_layer
+    assert "first in 1 of 2 launches; of those that gather rows, it has 40 to 40%" in waits and "0 to 0%" in waits

@@ -133,6 +133,10 @@ def test_the_committed_table_can_be_read_and_is_small():
         assert not keys or max(keys.values()) == 1
 
 
+def with_entries(entries):
+    return {"runs": [run(entries=entries)]}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -143,27 +147,18 @@ def test_the_committed_table_can_be_read_and_is_small():
             {"device": "a GPU", "runs": [], "rows": []},
             "tiles.json has device, rows beside its runs, so it is no table of tiles",
         ),
-        ({"runs": [run(entries=3)]}, r"tiles.json: runs\[0\].entries is no list"),
+        (with_entries(3), r"tiles.json: runs\[0\].entries is no list"),
         (
             {"runs": [{"device": "a GPU"}]},
             r"tiles.json: runs\[0\] has no capability, clocks, commit, entries, versions",
         ),
         ({"runs": [run("nine")]}, r"tiles.json: runs\[0\] has the capability 'nine', but it must be as '9.0'"),
+        (with_entries([7]), r"tiles.json: runs\[0\].entries\[0\] is no object, but it must have gain, groups"),
+        (with_entries([entry(version="3_mm")]), r"unknown version of .*entries\[0\] '3_mm'. Did you mean '3_mma'"),
+        (with_entries([entry(kernel="d_w1")]), r"unknown kernel of .*entries\[0\] 'd_w1'. Did you mean 'd_w'"),
+        (with_entries([entry(groups="big")]), r"unknown groups of .*entries\[0\] 'big'"),
         (
-            {"runs": [run(entries=[7])]},
-            r"tiles.json: runs\[0\].entries\[0\] is no object, but it must have gain, groups",
-        ),
-        (
-            {"runs": [run(entries=[entry(version="3_mm")])]},
-            r"unknown version of .*entries\[0\] '3_mm'. Did you mean '3_mma'",
-        ),
-        (
-            {"runs": [run(entries=[entry(kernel="d_w1")])]},
-            r"unknown kernel of .*entries\[0\] 'd_w1'. Did you mean 'd_w'",
-        ),
-        ({"runs": [run(entries=[entry(groups="big")])]}, r"unknown groups of .*entries\[0\] 'big'"),
-        (
-            {"runs": [run(entries=[entry(tile=tile_as_json(WIDE) | {"rows": 96})])]},
+            with_entries([entry(tile=tile_as_json(WIDE) | {"rows": 96})]),
             r"the tile of tiles.json: runs\[0\].entries\[0\] is .*'rows': 96.*, which is no candidate of 3_mma",
         ),
     ],

@@ -210,7 +210,7 @@ def test_only_a_gpu_is_timed(monkeypatch):
     result = moeblaze("bench", "layer")
     assert (result.exit_code, result.stdout) == (2, "") and "only a GPU is timed: no CUDA device" in result.stderr
     assert "unknown preset 'conf9'" in moeblaze("bench", "layer", "--preset", "conf9").stderr
-    assert "policies minimal: only bench layer has any" in moeblaze("bench", "stage", "--policy", "minimal").stderr
+    assert "--policy minimal: only bench layer takes it" in moeblaze("bench", "stage", "--policy", "minimal").stderr
 
 
 @pytest.fixture
@@ -302,4 +302,6 @@ def test_a_wrong_result_fails_the_benchmark(pretended_gpu, monkeypatch):
 def test_gradients_are_checked_alone():
     assert "leave --stage out" in moeblaze("check", "--gradients", "--stage", "layer").output
     assert "leave one of them out" in moeblaze("check", "--gradients", "--kernel", "mine.cu").output
+    for other in (("--gradients",), ("--kernel", "mine.cu", "--stage", "combine")):
+        assert "leave --gradients and --kernel out" in moeblaze("check", "--large", *other).output
     assert "unknown backend of the torch layer 'numba'" in moeblaze("check", "--gradients", "--backend", "numba").output

@@ -3,6 +3,7 @@
 Each command of the table is run with the work that it would do taken out: what counts here is what becomes of the path.
 """
 
+import io
 import itertools
 import json
 import os
@@ -13,8 +14,8 @@ import stat
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -69,40 +70,45 @@ def is_device(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that writes one file.
+    """A command that writes one file."""
 
-    Parameters
-    ----------
-    words : tuple of str
-        Its words, and last the option that names the file.
-    load : callable
-        Reads what it writes.
-    without : callable
-        Patches the work that it would do; takes a list to which the work adds when it is done.
-    file : str
-        Where the file lies in the folder that the option names; empty if it names the file.
-    run : callable
-        Runs the words.
-    streams : bool
-        Whether it writes to what is no regular file; otherwise it refuses.
-    """
-
-    words: tuple[str, ...]
-    load: Callable
+    words: tuple[str, ...]  # its words, and last the option that names the file
+    load: Callable  # reads what it writes
+    # Patches the work that it would do; takes a list to which the work adds when it is done.
     without: Callable[[list], list] = lambda done: []
-    file: str = ""
+    file: str = ""  # where the file lies in the folder that the option names; empty if it names the file
     run: Callable = lambda words: CliRunner().invoke(app.app, list(words))
-    streams: bool = True
+    streams: bool = True  # whether it writes to what is no regular file; otherwise it refuses
+    folder: Path = Path()  # where it writes
+    done: list = field(default_factory=list, init=False)  # is filled when the work is done
 
-    def __call__(self, folder: Path, done: list, *more: str):
-        """Write to ``folder / (file or "out")``."""
-        with ExitStack() as patches:
-            for one in self.without(done):
-                patches.enter_context(one)
-            return self.run([*self.words, str(folder if self.file else folder / "out"), *more])
+    def __call__(self, *more: str):
+        """Write to `target`, without the work."""
+        with patched(self.without(self.done)):
+            return self.run([*self.words, str(self.folder if self.file else self.target), *more])
 
-    def target(self, folder: Path) -> Path:
-        return folder / (self.file or "out")
+    @property
+    def target(self) -> Path:
+        return self.folder / (self.file or "out")
+
+    def refuses(self, *words: str):
+        """Run, and check that it ends before any work and says why in one line, with these words."""
+        said = one_line(result := self())
+        assert all(word in said for word in words) and not self.done, said
+        return result
+
+    def writes(self, *more: str):
+        """Run, and check that it succeeds."""
+        result = self(*more)
+        assert result.exit_code == 0, result.output
+
+
+@contextmanager
+def patched(patches):
+    with ExitStack() as stack:
+        for one in patches:
+            stack.enter_context(one)
+        yield
 
 
 def does(done: list, result) -> Callable:
@@ -119,25 +125,15 @@ def run_main(main: Callable) -> Callable:
     """Runs a module's own command by its words, as `CliRunner` runs one of the app."""
 
     def run(words):
-        with patch.object(sys, "argv", list(words)), patch.object(sys, "stderr", CapturedText()) as said:
+        said = io.StringIO()
+        with patch.object(sys, "argv", list(words)), redirect_stderr(said):
             try:
                 main()
             except SystemExit as ended:
-                return SimpleNamespace(exit_code=ended.code, stderr=said.text, output=said.text)
+                return SimpleNamespace(exit_code=ended.code, stderr=said.getvalue(), output=said.getvalue())
         return SimpleNamespace(exit_code=0, stderr="", output="")
 
     return run
-
-
-class CapturedText:
-    def __init__(self):
-        self.text = ""
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
 
 
 def of_check(done):
@@ -236,19 +232,12 @@ def on_several_gpus(words):
     return CliRunner().invoke(app, list(words))
 
 
-def of_the_course(done):
+def of_a_page(module, measured: dict) -> Callable:
+    """Of a module that measures, records and fills in a page of the documentation."""
     page = SimpleNamespace(read_text=str, write_text=lambda text: None)
-    return [
-        patch.object(course_path, "measure", does(done, {"rows": [], "cores": 1})),
-        patch.object(course_path, "DOCUMENT", page),
-    ]
-
-
-def of_a_launch_by_hand(done):
-    page = SimpleNamespace(read_text=str, write_text=lambda text: None)
-    return [
-        patch.object(cupy_by_hand, "measure", does(done, {"printed": ""})),
-        patch.object(cupy_by_hand, "DOCUMENT", page),
+    return lambda done: [
+        patch.object(module, "measure", does(done, measured)),
+        patch.object(module, "DOCUMENT", page),
     ]
 
 
@@ -304,16 +293,20 @@ COMMANDS = {
         ("--trace", "t", "--map", "m", "--preset", "toy", "--tokens", "4", "--steps", "1", "--record"), provenance.load,
         of_several_gpus, run=on_several_gpus,
     ),
-    "site.path": Command(("path", "--record"), provenance.load, of_the_course, run=run_main(course_path.main)),
+    "site.path": Command(
+        ("path", "--record"), provenance.load, of_a_page(course_path, {"rows": [], "cores": 1}),
+        run=run_main(course_path.main),
+    ),
     "site.cupy_by_hand": Command(
-        ("cupy", "--record"), provenance.load, of_a_launch_by_hand, run=run_main(cupy_by_hand.main)
+        ("cupy", "--record"), provenance.load, of_a_page(cupy_by_hand, {"printed": ""}),
+        run=run_main(cupy_by_hand.main),
     ),
 }  # fmt: skip
 
 
 @pytest.fixture(params=COMMANDS)
-def command(request, one_thread):
-    return COMMANDS[request.param]
+def command(request, tmp_path, one_thread):
+    return replace(COMMANDS[request.param], folder=tmp_path)
 
 
 def one_line(result) -> str:
@@ -322,36 +315,33 @@ def one_line(result) -> str:
     return result.stderr.splitlines()[-1]
 
 
-def test_a_device_stays_one(command, tmp_path):
-    target, done = command.target(tmp_path), []
-    make_device(target, NULL)
-    result = command(tmp_path, done)
-    assert is_device(target)
+def test_a_device_stays_one(command):
+    make_device(command.target, NULL)
     if command.streams:
-        assert result.exit_code == 0, result.output
+        command.writes()
     else:
-        assert "no regular file" in one_line(result) and not done
+        command.refuses("no regular file")
+    assert is_device(command.target)
 
 
-def test_a_device_that_takes_nothing_stays_one(command, tmp_path):
-    target = command.target(tmp_path)
-    make_device(target, FULL)
-    assert "cannot be written" in one_line(result := command(tmp_path, [])) or not command.streams, result.output
-    assert is_device(target)
+def test_a_device_that_takes_nothing_stays_one(command):
+    make_device(command.target, FULL)
+    said = one_line(command())
+    assert "cannot be written" in said or not command.streams, said
+    assert is_device(command.target)
 
 
 def test_a_pipe_gets_all_that_a_file_would(command, tmp_path):
-    target, read, done = command.target(tmp_path), [], []
-    os.mkfifo(target)
+    os.mkfifo(command.target)
     if not command.streams:
-        assert "no regular file" in one_line(command(tmp_path, done)) and not done
+        command.refuses("no regular file")
         return
-    pipe = os.open(target, os.O_RDONLY | os.O_NONBLOCK)
+    pipe, read = os.open(command.target, os.O_RDONLY | os.O_NONBLOCK), []
     reader = threading.Thread(target=lambda: read.append(all_of(pipe)), daemon=True)
     reader.start()
-    result = command(tmp_path, done)
+    command.writes()
     reader.join(60)
-    assert result.exit_code == 0 and target.is_fifo(), result.output
+    assert command.target.is_fifo()
     whole = tmp_path / "whole"
     whole.write_bytes(read[0])
     command.load(whole)
@@ -365,72 +355,50 @@ def all_of(pipe: int) -> bytes:
         return file.read()
 
 
-def test_a_pipe_without_a_reader_is_refused_before_any_work(command, tmp_path):
-    target, done = command.target(tmp_path), []
-    os.mkfifo(target)
-    said = one_line(command(tmp_path, done))
-    assert ("a pipe that no process reads" if command.streams else "no regular file") in said and not done
+def test_a_pipe_without_a_reader_is_refused_before_any_work(command):
+    os.mkfifo(command.target)
+    command.refuses("a pipe that no process reads" if command.streams else "no regular file")
 
 
 def test_a_link_into_a_folder_that_is_not_there_makes_the_folder(command, tmp_path):
-    target = command.target(tmp_path)
-    target.symlink_to(tmp_path / "missing" / "file")
-    result = command(tmp_path, [])
-    assert result.exit_code == 0 and target.is_symlink(), result.output
+    command.target.symlink_to(tmp_path / "missing" / "file")
+    command.writes()
+    assert command.target.is_symlink()
     command.load(tmp_path / "missing" / "file")
 
 
 def test_a_link_into_a_folder_that_cannot_be_made_is_refused_before_any_work(command, tmp_path):
-    target, done = command.target(tmp_path), []
     (tmp_path / "notes").write_text(FOREIGN)
-    target.symlink_to(tmp_path / "notes" / "file")
-    one_line(command(tmp_path, done))
-    assert not done
+    command.target.symlink_to(tmp_path / "notes" / "file")
+    command.refuses()
 
 
 def test_links_in_a_circle_are_one_line_before_any_work(command, tmp_path):
-    target, done = command.target(tmp_path), []
-    target.symlink_to("circle")
-    (tmp_path / "circle").symlink_to(target.name)
-    result = command(tmp_path, done)
-    said = one_line(result)
-    assert "cannot be written" in said and "symbolic links" in said and not done
-    assert result.stderr.count("error:") == 1
+    command.target.symlink_to("circle")
+    (tmp_path / "circle").symlink_to(command.target.name)
+    assert command.refuses("cannot be written", "symbolic links").stderr.count("error:") == 1
 
 
-def test_a_record_of_another_command_is_refused_before_any_work(command, tmp_path):
-    target, done = command.target(tmp_path), []
-    other = {"device": "a", "versions": {}, "commit": "c", "command": "another command"}
-    for content in (other, {key: other[key] for key in other if key != "command"}):
-        target.write_text(json.dumps(content))
-        said = one_line(command(tmp_path, done))
-        assert target.name in said and "--force" in said, said
-        assert json.loads(target.read_text()) == content and not done
-    assert command(tmp_path, [], "--force").exit_code == 0
+OTHER = {"device": "a", "versions": {}, "commit": "c"}  # a record of no command
 
 
-def test_somebody_elses_file_is_refused_before_any_work(command, tmp_path):
-    target, done = command.target(tmp_path), []
-    target.write_text(FOREIGN)
-    said = one_line(command(tmp_path, done))
-    assert target.name in said and "--force" in said, said
-    assert target.read_text() == FOREIGN and not done
+@pytest.mark.parametrize(
+    "content", [FOREIGN, json.dumps(OTHER), json.dumps(OTHER | {"command": "another command"})],
+    ids=["notes", "record of no command", "record of another command"],
+)  # fmt: skip
+def test_somebody_elses_file_is_refused_before_any_work_and_replaced_by_force(command, content):
+    command.target.write_text(content)
+    command.refuses(command.target.name, "--force")
+    assert command.target.read_text() == content
+    command.writes("--force")
+    command.load(command.target)
 
 
-def test_somebody_elses_file_is_replaced_by_force(command, tmp_path):
-    target = command.target(tmp_path)
-    target.write_text(FOREIGN)
-    result = command(tmp_path, [], "--force")
-    assert result.exit_code == 0, result.output
-    command.load(target)
-
-
-def test_a_file_of_its_own_is_replaced_and_an_empty_one_filled(command, tmp_path):
-    command.target(tmp_path).touch()
+def test_a_file_of_its_own_is_replaced_and_an_empty_one_filled(command):
+    command.target.touch()
     for _ in range(2):
-        result = command(tmp_path, [])
-        assert result.exit_code == 0, result.output
-        command.load(command.target(tmp_path))
+        command.writes()
+        command.load(command.target)
 
 
 def test_every_option_that_names_an_output_is_in_the_table():
@@ -476,9 +444,7 @@ def test_two_options_that_name_one_file_are_refused_before_any_work(case, tmp_pa
     os.mkfifo(tmp_path / "pipe")
     reader, done = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), []
     before = sorted(tmp_path.rglob("*"))
-    with ExitStack() as patches:
-        for patched in without(done):
-            patches.enter_context(patched)
+    with patched(without(done)):
         result = CliRunner().invoke(app.app, [*words, one, str(tmp_path / path), other, f"{tmp_path}/{second}"])
     os.close(reader)
     said = one_line(result)
@@ -489,9 +455,7 @@ def test_two_options_that_name_one_file_are_refused_before_any_work(case, tmp_pa
 def test_a_device_may_be_named_twice_and_two_files_may_share_a_folder(tmp_path, one_thread):
     make_device(tmp_path / "null", NULL)
     for out, record in (("null", "null"), ("new/map.npz", "new/record.json")):
-        with ExitStack() as patches:
-            for patched in of_place([]):
-                patches.enter_context(patched)
+        with patched(of_place([])):
             words = [*PLACE, "--out", str(tmp_path / out), "--record", str(tmp_path / record)]
             result = CliRunner().invoke(app.app, words)
         assert result.exit_code == 0, result.output

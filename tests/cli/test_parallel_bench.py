@@ -72,24 +72,18 @@ def test_placements_are_measured_beside_their_model(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "ranks", "message"),
     [
-        ("other.npz", "the map is for another, but the model is synthetic-2x6"),
-        ("eplb-replicas", "replicates experts"),
-        ("gready", "Did you mean 'greedy'"),
+        ("other.npz", RANKS, "the map is for another, but the model is synthetic-2x6"),
+        ("eplb-replicas", RANKS, "replicates experts"),
+        ("gready", RANKS, "Did you mean 'greedy'"),
+        ("greedy.npz", 3, "greedy.npz is for 2 GPUs, but there are 3 ranks"),
     ],
 )
-def test_wrong_maps_are_refused(folder, name, message, monkeypatch):
+def test_wrong_maps_are_refused(folder, name, ranks, message, monkeypatch):
     monkeypatch.chdir(folder)
-    on = Cluster(np.ones((RANKS, RANKS)), 8, 1.0)
     with pytest.raises(ValueError, match=message):
-        parallel_bench.placement_of(name, TRACE, TRACE, on)
-
-
-def test_a_map_for_more_gpus_is_refused(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    with pytest.raises(ValueError, match="greedy.npz is for 2 GPUs, but there are 3 ranks"):
-        parallel_bench.placement_of("greedy.npz", TRACE, TRACE, Cluster(np.ones((3, 3)), 8, 1.0))
+        parallel_bench.placement_of(name, TRACE, TRACE, Cluster(np.ones((ranks, ranks)), 8, 1.0))
 
 
 def maps_of_a_solver():
@@ -171,9 +165,5 @@ def test_maps_are_measured_interleaved(monkeypatch):
     ranks = SimpleNamespace(size=1, rank=0, clock=measure.Host())
     first, second = parallel_bench.replay(["one", "other"], [TRACE.topk[:8]] * 9, 4, 4, ranks, torch.float32)
     assert order == ["one", "other"] * parallel_bench.TURNS
-    assert first.whole.tolist() == [[1.0] * 3 + [3.0] * 2 + [5.0] * 2 + [7.0] * 2] and second.parts.shape == (
-        1,
-        9,
-        2,
-        3,
-    )
+    assert first.whole.tolist() == [[1.0] * 3 + [3.0] * 2 + [5.0] * 2 + [7.0] * 2]
+    assert second.parts.shape == (1, 9, 2, 3)

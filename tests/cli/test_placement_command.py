@@ -33,10 +33,22 @@ def place(*arguments):
     return CliRunner(env={"COLUMNS": "120"}).invoke(app, ["place", *map(str, arguments)])
 
 
-def test_every_method_is_a_row_of_json(file):
-    result = place("--trace", file, "--gpus", 4, "--method", "all", "--splits", 3, "--json")
+def placed(*arguments):
+    """What is printed by a command that succeeds."""
+    result = place(*arguments)
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)
+    return result.stdout
+
+
+def refused(*arguments):
+    """The error of a command that fails, on one line."""
+    result = place(*arguments)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.split())
+
+
+def test_every_method_is_a_row_of_json(file):
+    rows = json.loads(placed("--trace", file, "--gpus", 4, "--method", "all", "--splits", 3, "--json"))
     assert [row["method"] for row in rows] == list(methods.METHODS)
     assert all(list(row) == KEYS for row in rows)
     by_name = {row["method"]: row for row in rows}
@@ -64,9 +76,8 @@ def test_rows_are_medians_of_halves_that_were_held_out(file):
 def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
     out, record, folder = tmp_path / "new" / "map.npz", tmp_path / "record.json", tmp_path / "plots"
     chosen = ("--method", "contiguous,greedy", "--method", "joint", "--splits", 2)
-    result = place("--trace", file, "--gpus", 2, *chosen, "--out", out, "--record", record, "--plots", folder)
-    assert result.exit_code == 0, result.output
-    assert "greedy" in result.stdout and "medians over 2 splits" in " ".join(result.stdout.split())
+    said = placed("--trace", file, "--gpus", 2, *chosen, "--out", out, "--record", record, "--plots", folder)
+    assert "greedy" in said and "medians over 2 splits" in " ".join(said.split())
     found, routed = maps.load(out), traces.load(file)
     found.check_fits(4, 8, routed.model)
     written = json.loads(record.read_text())
@@ -79,28 +90,19 @@ def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
 
 
 def test_a_whole_trace_is_fitted_and_evaluated(file):
-    result = place("--trace", file, "--gpus", 2, "--method", "greedy", "--splits", 0)
-    assert result.exit_code == 0 and "the whole trace, on which they were fitted too" in " ".join(result.stdout.split())
+    said = placed("--trace", file, "--gpus", 2, "--method", "greedy", "--splits", 0)
+    assert "the whole trace, on which they were fitted too" in " ".join(said.split())
 
 
-def test_experts_that_no_gpu_count_divides(tmp_path):
-    path = tmp_path / "odd.npz"
-    traces.save(path, synthetic_trace(600, 3, 7, 2, sequences=4))
-    result = place("--trace", path, "--gpus", 3, "--topology", "nvlink", "--json")
-    assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)) == len(methods.METHODS)
-
-
-def test_every_method_takes_a_cluster_without_equal_nodes_and_experts_that_nodes_do_not_divide(file, tmp_path):
+def test_every_method_takes_experts_that_gpus_and_nodes_do_not_divide_and_nodes_that_are_not_equal(file, tmp_path):
     links, odd = tmp_path / "one_pair_slower.json", tmp_path / "odd.npz"
     bandwidth = [[1e11] * 4 for _ in range(4)]
     bandwidth[0][1] = bandwidth[1][0] = 4e10
     links.write_text(json.dumps({"bandwidth": bandwidth}))
     traces.save(odd, synthetic_trace(600, 3, 7, 2, sequences=4))
-    for path, topology in ((file, links), (odd, "two-nodes")):
-        result = place("--trace", path, "--gpus", 4, "--topology", topology, "--json")
-        assert result.exit_code == 0, result.output
-        assert len(json.loads(result.stdout)) == len(methods.METHODS)
+    for path, gpus, topology in ((odd, 3, "nvlink"), (file, 4, links), (odd, 4, "two-nodes")):
+        rows = json.loads(placed("--trace", path, "--gpus", gpus, "--topology", topology, "--json"))
+        assert len(rows) == len(methods.METHODS)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +127,7 @@ def test_every_method_takes_a_cluster_without_equal_nodes_and_experts_that_nodes
 )
 def test_bad_input_is_one_sentence_and_status_2(file, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = place("--trace", file, *arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+    assert message in refused("--trace", file, *arguments)
 
 
 @pytest.mark.parametrize("method", ["moetuner", "greedy"])
@@ -138,18 +138,16 @@ def test_a_solver_that_is_not_installed_is_said_before_any_work(file, method, mo
 
     monkeypatch.setattr(solver.mathopt, "solve", none_there)
     monkeypatch.setattr(methods, "try_method", lambda *arguments: pytest.fail("worked before it asked"))
-    result = place("--trace", file, "--gpus", 4, "--method", method, "--solver", "gurobi")
-    assert result.exit_code == 2
-    said = " ".join(result.stderr.split())
+    said = refused("--trace", file, "--gpus", 4, "--method", method, "--solver", "gurobi")
     assert "solver gurobi does not run here" in said and "OR-Tools: cp_sat, highs, scip" in said
 
 
 def test_a_trace_without_sequences_names_the_option_that_needs_none(tmp_path):
     path = tmp_path / "t.npz"
     np.savez(path, topk=synthetic_trace(300, 3, 8, 2).topk, num_experts=8)
-    result = place("--trace", path, "--gpus", 2, "--method", "greedy")
-    assert result.exit_code == 2 and "--splits 0" in result.stderr
-    assert place("--trace", path, "--gpus", 2, "--method", "greedy", "--splits", 0).exit_code == 0
+    asked = ("--trace", path, "--gpus", 2, "--method", "greedy")
+    assert "--splits 0" in refused(*asked)
+    placed(*asked, "--splits", 0)
 
 
 @pytest.mark.parametrize(
@@ -170,23 +168,18 @@ def test_a_huge_synthetic_trace_is_refused_before_anything_is_allocated(monkeypa
 def test_a_synthetic_trace_is_named_by_its_size(monkeypatch, tmp_path):
     monkeypatch.setattr(synthetic, "TOKENS", 400)
     record = tmp_path / "record.json"
-    asked = ("--synthetic", "3x8x2", "--gpus", 2, "--method", "moetuner", "--splits", 0, "--record", record)
-    result = place(*asked)
-    assert result.exit_code == 0, result.output
+    placed("--synthetic", "3x8x2", "--gpus", 2, "--method", "moetuner", "--splits", 0, "--record", record)
     written = json.loads(record.read_text())
     assert written["trace"] == "synthetic 3x8x2" and written["curve"] == []
     assert written["rows"][0]["load_gap"] <= written["rows"][0]["gap"] < 0.01
     for size in ("3x8", "3x8x2x1", "axbxc"):
-        result = place("--synthetic", size, "--gpus", 2)
-        assert result.exit_code == 2 and f"'{size}' must be LAYERSxExK" in " ".join(result.stderr.split())
+        assert f"'{size}' must be LAYERSxExK" in refused("--synthetic", size, "--gpus", 2)
 
 
 def test_a_missing_trace_and_an_empty_one(tmp_path):
-    result = place("--trace", tmp_path / "none.npz", "--gpus", 2)
-    assert result.exit_code == 2 and "none.npz" in result.stderr
     np.savez(tmp_path / "empty.npz", topk=np.zeros((0, 2, 1), np.int16), num_experts=4)
-    result = place("--trace", tmp_path / "empty.npz", "--gpus", 2)
-    assert result.exit_code == 2 and "no tokens" in result.stderr
+    for name, message in (("none.npz", "none.npz"), ("empty.npz", "no tokens")):
+        assert message in refused("--trace", tmp_path / name, "--gpus", 2)
 
 
 def test_the_heat_map_shows_load_over_the_mean(file):

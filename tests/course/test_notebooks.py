@@ -84,7 +84,17 @@ FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 KERNELS = "dispatch/1_dense_map.cu"
 
-every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    """Every notebook of the course."""
+    return request.param
+
+
+@pytest.fixture
+def prose(path):
+    """The Markdown of a notebook."""
+    return "\n".join(cell.source for cell in cells(path, "markdown"))
 
 
 @functools.cache
@@ -139,7 +149,6 @@ def pictures_of(path):
     return [(output["metadata"]["image/png"]["alt"], output["data"]["image/png"]) for output in shown]
 
 
-@every_notebook
 def test_a_text_is_of_one_picture(path):
     """Two pictures that say the same are the same: a slider that begins where the picture above it stands."""
     found = {}
@@ -177,7 +186,6 @@ def test_the_reading_order_has_no_gap():
         assert cells(path, "markdown")[0].source.startswith(f"# {number}. ")
 
 
-@every_notebook
 def test_the_file_is_canonical(path):
     assert path.read_text() == outputs.text(nbformat.from_dict(notebook(path)))
     assert notebook(path).metadata == METADATA and notebook(path).nbformat_minor == 5
@@ -185,21 +193,18 @@ def test_the_file_is_canonical(path):
     nbformat.validate(notebook(path))
 
 
-@every_notebook
 def test_outputs_are_committed_as_every_run_has_them(path):
     assert outputs.settled(notebook(path)) == notebook(path)
     code = cells(path, "code")
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run `make notebooks`"
 
 
-@every_notebook
 def test_cell_ids_are_names(path):
     ids = [cell.id for cell in notebook(path).cells]
     assert len(set(ids)) == len(ids)
     assert not [name for name in ids if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name)]
 
 
-@every_notebook
 def test_code_fits_the_page(path):
     long = [line for cell in cells(path, "code") for line in cell.source.splitlines() if len(line) > 100]
     assert not long
@@ -208,7 +213,6 @@ def test_code_fits_the_page(path):
 # What a course promises ----------------------------------------------------------------------------------------------
 
 
-@every_notebook
 def test_it_begins_with_what_one_learns_and_ends_with_what_is_open(path):
     first, *_, last = cells(path, "markdown")
     _, _, promised = first.source.partition("**You will learn**\n")
@@ -219,41 +223,34 @@ def test_it_begins_with_what_one_learns_and_ends_with_what_is_open(path):
 SECTIONS = ("The question", "What surprised us", "Exercises", "What the paper leaves open", "Further reading")
 
 
-@every_notebook
-def test_it_has_every_section(path):
-    text = "\n".join(cell.source for cell in cells(path, "markdown"))
-    headings = re.findall(r"^###? (?:\d+\. )?(.+)$", text, re.MULTILINE)
+def test_it_has_every_section(prose):
+    headings = re.findall(r"^###? (?:\d+\. )?(.+)$", prose, re.MULTILINE)
     assert [heading for heading in headings if heading in SECTIONS] == sorted(SECTIONS, key=headings.index)
     assert headings[0] == "The question" and headings[-1] == "Further reading"
-    assert len(re.findall(r"^- \*\*", text.partition("What surprised us\n")[2].partition("\n#")[0], re.MULTILINE)) >= 3
-    assert PAPER.findall(text.partition("### Further reading\n")[2])
+    assert len(re.findall(r"^- \*\*", prose.partition("What surprised us\n")[2].partition("\n#")[0], re.MULTILINE)) >= 3
+    assert PAPER.findall(prose.partition("### Further reading\n")[2])
 
 
 PAPER = re.compile(r"\[arXiv (\d{4}\.\d{5})\]\(https://arxiv\.org/abs/\1\)")
 
 
-@every_notebook
-def test_papers_are_links(path):
+def test_papers_are_links(prose):
     """Each is one that the documents name, too, and leads where it says; nothing is fetched."""
     known = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    text = "\n".join(cell.source for cell in cells(path, "markdown"))
-    assert not re.search(r"arXiv \d|https?://", PAPER.sub("", text))
-    assert not [paper for paper in PAPER.findall(text) if paper not in known]
+    assert not re.search(r"arXiv \d|https?://", PAPER.sub("", prose))
+    assert not [paper for paper in PAPER.findall(prose) if paper not in known]
 
 
-@every_notebook
-def test_answers_are_folded_under_their_questions(path):
-    text = "\n".join(cell.source for cell in cells(path, "markdown"))
+def test_answers_are_folded_under_their_questions(prose):
     folded = re.findall(
-        r"<details>\n<summary><b>(?:Question|Try)\.</b> ([^\n]+)</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL
+        r"<details>\n<summary><b>(?:Question|Try)\.</b> ([^\n]+)</summary>\n\n(.+?)\n\n</details>", prose, re.DOTALL
     )
-    assert len(folded) == text.count("<details>") == text.count("</details>") >= 5
+    assert len(folded) == prose.count("<details>") == prose.count("</details>") >= 5
     assert all("<" not in answer for _, answer in folded)
 
 
-@every_notebook
-def test_sections_are_numbered_in_order(path):
-    headings = re.findall(r"^## (\d+)\. ", "\n".join(cell.source for cell in cells(path, "markdown")), re.MULTILINE)
+def test_sections_are_numbered_in_order(prose):
+    headings = re.findall(r"^## (\d+)\. ", prose, re.MULTILINE)
     assert headings == [str(number) for number in range(1, len(headings) + 1)] and len(headings) > 4
 
 
@@ -263,7 +260,6 @@ def citations(path):
     return [tuple(line.removeprefix("# ").split(" -> ")) for line in lines if "->" in line]
 
 
-@every_notebook
 def test_every_citation_leads_to_code(path):
     found = citations(path)
     assert len(found) >= 5
@@ -276,7 +272,6 @@ def test_every_citation_leads_to_code(path):
             pkgutil.resolve_name(name)  # raises if there is no such thing
 
 
-@every_notebook
 def test_a_cell_cites_before_it_shows(path):
     for cell in cells(path, "code"):
         lines = cell.source.splitlines()
@@ -284,7 +279,6 @@ def test_a_cell_cites_before_it_shows(path):
         assert cited == list(range(len(cited))), f"{cell.id}: citations stand at the top"
 
 
-@every_notebook
 def test_every_link_and_path_exists(path):
     text = "\n".join(cell.source for cell in notebook(path).cells)
     for target in re.findall(r"\]\(([^)]+)\)", PAPER.sub("", text)):
@@ -319,7 +313,6 @@ def names_defined(source):
     return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-@every_notebook
 def test_it_imports_and_never_redefines(path):
     project = set().union(*(names_defined(file.read_text()) for file in (ROOT / "moeblaze_ref").rglob("*.py")))
     for cell in cells(path, "code"):
@@ -328,7 +321,6 @@ def test_it_imports_and_never_redefines(path):
         assert "__global__" not in code and "cuda.jit" not in code, f"{cell.id}: source is shown, not pasted"
 
 
-@every_notebook
 def test_prose_leaves_bytes_to_the_cells_that_compute_them(path):
     """Large numbers and units with decimals belong into output; definitions and hand arithmetic are smaller."""
     for cell in cells(path, "markdown"):
@@ -475,13 +467,6 @@ def test_without_names_the_header_is_shown():
     assert code.startswith("// dispatch, version 1") and "bytes written" in code and "#include" not in code
 
 
-def test_unknown_files_and_functions_name_the_nearest():
-    with pytest.raises(ValueError, match="Did you mean 'dispatch/1_dense_map.cu'"):
-        show_kernel("dispatch/1_dense_mapp.cu")
-    with pytest.raises(ValueError, match="unknown CUDA function 'dense_mup'. Did you mean 'dense_map'"):
-        show_kernel(KERNELS, "dense_mup")
-
-
 def test_formulas_of_a_header_are_read_from_its_table():
     stated = sources.stated_bytes(KERNELS)
     assert list(stated) == ["dense_map", "expert_lengths", "expert_offsets", "route_indices"]
@@ -509,8 +494,6 @@ def test_tables_align_numbers_and_keep_text():
         "| a_b | 12,345 | 0.1235 | False |",
         "| c | 7 | 2 | True |",
     ]
-    with pytest.raises(ValueError, match="rows is empty"):
-        table([])
 
 
 def test_stars_in_a_list_are_stars():
@@ -619,15 +602,6 @@ def test_gpu_capacities_appear_when_they_come_into_reach():
     assert not {"80 GB", "141 GB"} & set(texts(small)) and {"80 GB", "141 GB"} <= set(texts(large))
 
 
-def test_experts_that_do_not_exist_are_refused_by_every_picture():
-    with pytest.raises(ValueError, match="k is 8, but there are only 4 experts"):
-        memory.memory_bars(1024, 256, 256, 4, 8, "relu", "paper")
-    with pytest.raises(ValueError, match="k is 8, but there are only 4 experts"):
-        memory.memory_lines(256, 256, 4, 8, "relu")
-    with pytest.raises(ValueError, match="k is 8, but there are only 4 experts"):
-        routing.capacity_picture(1.0, 1.0, 4, 8)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_memory_lines(shape):
     _, d, h, E, k, activation, _ = shape
@@ -731,11 +705,6 @@ def test_the_steps_of_the_papers_example_appear_one_by_one():
     assert shown_numbers(steps[5])[30:] == sum(arrays, [])
 
 
-def test_a_step_beyond_the_last_is_refused():
-    with pytest.raises(ValueError, match="step is 6, but it must be 0..5"):
-        dispatch.dispatch_steps(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS, 6)
-
-
 def test_other_examples_can_be_stepped_through():
     assert len(shown_numbers(drawn(dispatch.dispatch_steps(random_topk(3, 9, 1), 9, 5)))) == 3 * 5 + 9 + 10
 
@@ -788,8 +757,6 @@ def test_the_tape_refuses_a_wrong_gradient(spoil):
     tape = backward.Tape(SMALL_LAYER)
     with pytest.raises(AssertionError, match="d_w1 has a relative error of .*, but the bound is 1e-12"):
         tape.check(d_w1=spoil(tape.gradient("w1")))
-    with pytest.raises(ValueError, match="unknown tensor 'w4'. Did you mean 'w"):
-        tape.check(d_w4=tape.gradient("w1"))
 
 
 @pytest.mark.parametrize("leaf", ["x", "wg", "w1", "w2", "w3"])
@@ -828,8 +795,6 @@ def test_the_map_of_the_backward_keeps_what_the_policy_keeps(policy):
 def test_arrows_of_the_map_join_tensors():
     arrows = [*backward.BY_INDEX, *backward.IN_PLACE, *backward.READS]
     assert {name for arrow in arrows for name in arrow} == backward.PLACES.keys() - {"d_y"}
-    with pytest.raises(ValueError, match="unknown policy 'minimum'. Did you mean 'minimal'"):
-        backward.flow_picture("minimum")
 
 
 def test_the_gap_shows_every_error():
@@ -859,15 +824,15 @@ def test_structs_and_functions_of_array_references_are_shown():
     assert functions_in(function.replace("(&tile)", "tile")) == ["load_tile"]
 
 
+VERSION_FILES = ("expert_up/2_tiled.cu", "expert_up/3_mma.cu")
+
+
 def test_a_difference_holds_both_functions():
-    files = "expert_up/2_tiled.cu", "expert_up/3_mma.cu"
-    (code,) = code_of(sources.show_difference("expert_up", *files))
-    for file, mark in zip(files, "-+", strict=True):
+    (code,) = code_of(sources.show_difference("expert_up", *VERSION_FILES))
+    for file, mark in zip(VERSION_FILES, "-+", strict=True):
         side = [line[1:] for line in code.splitlines() if line[0] in (" ", mark)]
         assert "\n".join(side) == code_of(show_kernel(file, "expert_up"))[0]
     assert 4 < sum(line[0] == "+" for line in code.splitlines()) < 24
-    with pytest.raises(ValueError, match="unknown CUDA function 'expert_upp'. Did you mean 'expert_up'"):
-        sources.show_difference("expert_upp", *files)
 
 
 def test_an_inlined_kernel_holds_each_header_once():
@@ -906,8 +871,6 @@ def test_an_edit_changes_the_kernel_and_must_find_its_text():
     same = owner == LADDER_CASE.topk_experts[0, 0]
     np.testing.assert_array_equal(edited[same], expected[same])
     assert (right[same] != expected[same]).any()
-    with pytest.raises(ValueError, match="expert_up/1_naive.cu does not hold 'no such line'"):
-        gemm.count_up("1_naive", *UP, executor=gemm.EditedExecutor({"no such line": ""}))
 
 
 FRAGMENTS = """#include "ptx.cuh"
@@ -939,8 +902,6 @@ def test_the_picture_of_fragments_names_one_lanes_elements(lane):
         *(f"a{i}" for i in range(8)), *(f"b{i}" for i in range(4)), *(f"d{i}" for i in range(4))
     }  # fmt: skip
     assert len([text for text in shown if text.isdigit()]) == 16 * 16 + 2 * 16 * 8 - 16
-    with pytest.raises(ValueError, match="lane is 32, but it must be 0..31"):
-        gemm.fragment_picture(32)
 
 
 @pytest.mark.parametrize("expert", range(4))
@@ -950,8 +911,6 @@ def test_the_picture_of_the_gather_joins_an_experts_rows(expert):
     assert len(axes.lines) == 2 * (end - begin)
     tile = [text.get_text() for text in axes.texts if text.get_position()[0] == 11.5]
     assert tile == [f"x[{token}]" for token in GOLDEN_DISPATCH.expert_token_indices[begin:end]]
-    with pytest.raises(ValueError, match="expert is 4, but it must be 0..3"):
-        gemm.gather_picture(GOLDEN_DISPATCH, 4)
 
 
 def test_the_roofline_puts_points_on_their_roofs():
@@ -1019,8 +978,6 @@ def test_modelled_time_is_the_slower_of_both_peaks_kernel_by_kernel():
     ]
     assert policies.seconds(work, "asked") == pytest.approx(1 + 2)
     assert policies.seconds(work, "once") == pytest.approx(1)
-    with pytest.raises(ValueError, match="unknown traffic 'onse'. Did you mean 'once'"):
-        policies.seconds(work, "onse")
 
 
 def test_what_survives_a_call_is_found_whoever_holds_it():
@@ -1196,8 +1153,6 @@ def test_the_swizzle_picture_spreads_a_column_over_the_banks(chunk):
     places = {text.get_text(): text.get_position()[0] - 0.5 for text in shared.texts}
     assert places == {f"row {row}": chunk ^ row % 8 for row in range(16)}
     assert {text.get_position()[0] for text in matrix.texts} == {chunk + 0.5}
-    with pytest.raises(ValueError, match="chunk is 8, but it must be 0..7"):
-        hopper.swizzle_picture(8)
 
 
 @pytest.mark.parametrize("chunk", range(8))
@@ -1231,16 +1186,12 @@ def test_the_ring_picture_has_a_bar_for_each_of_a_steps_phases(stages):
     for line in lines:
         ends = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars if round(bar.get_y() + 0.4) == line)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends)), "a stage has one user at a time"
-    with pytest.raises(ValueError, match="stages is 6, but it must be 1..5"):
-        hopper.ring_picture(6)
 
 
 @pytest.mark.parametrize("fault", hopper.RING_FAULTS)
 def test_a_mistake_in_the_ring_is_said(fault):
     said = hopper.ring_fault(fault)
     assert said.startswith(("barrier_", "a wrong result, relative error")), said
-    with pytest.raises(ValueError, match="unknown fault 'no fault'"):
-        hopper.ring_fault("no fault")
 
 
 def test_mistakes_of_the_ring_end_alike_only_where_someone_runs_ahead():
@@ -1262,8 +1213,6 @@ def test_functions_of_the_ring_are_shown_whole():
     (code,) = code_of(hopper.show_ring("load", "multiply"))
     assert code.count("{") == code.count("}") and code.startswith("// One thread asks") and "wgmma_wait<0>" in code
     assert all(part in hopper.RING.read_text() for part in code.split("\n\n"))
-    with pytest.raises(ValueError, match="unknown function of ring.cu 'loads'. Did you mean 'load'"):
-        hopper.show_ring("loads")
 
 
 def test_holders_are_those_of_the_instruction():
@@ -1283,8 +1232,6 @@ def test_the_picture_of_holders_shows_one_threads_sums(thread):
     axes = drawn(hopper.holders_picture(thread)).axes[0]
     cells = {(patch.get_y(), patch.get_x()) for patch in axes.patches if patch.get_width() == 1}
     assert cells == {tuple(place) for place in np.argwhere(hopper.holders() == thread)}
-    with pytest.raises(ValueError, match="thread is 128, but it must be 0..127"):
-        hopper.holders_picture(128)
 
 
 PLACES = """
@@ -1368,8 +1315,6 @@ def test_the_picture_of_the_schedule_colours_every_tile(band):
     waves = hopper.waves(order, hopper.MULTIPROCESSORS)
     heights = [hopper.wave_bytes(wave, hopper.PICTURED["depth"]) / 1e6 for wave in waves]
     assert [bar.get_height() for bar in reads.patches] == heights and max(heights) < reads.get_ylim()[1]
-    with pytest.raises(ValueError, match="band is 0, but it must be >= 1"):
-        hopper.schedule_picture(0)
 
 
 MEASURED = hopper.read_measured()
@@ -1395,8 +1340,6 @@ def test_steps_are_shown_with_their_counters():
     assert f"| {counted[key]['tensor_pct']:.0f} | {counted[key]['sm_clock_ghz']:.4g} |" in lines[0]
     assert "times as fast as the step before" in hopper.step_table(MEASURED, "two stages").data
     assert "times as fast as the whole" in hopper.step_table(MEASURED, ladder.LADDER[-1].idea).data
-    with pytest.raises(ValueError, match="unknown idea 'too stages'. Did you mean 'two stages'"):
-        hopper.step_table(MEASURED, "too stages")
 
 
 def test_the_step_to_another_idea_is_said_for_each_layer():
@@ -1446,8 +1389,6 @@ def test_every_trial_has_a_bar_in_one_picture():
         assert 0 < len(found) <= 20 and all(text.get_fontsize() >= 9 for text in axes.texts)
         shown += found
     assert sorted(map(str, shown)) == sorted(map(str, document.trials()))
-    with pytest.raises(ValueError, match="unknown kind of trials 'adapted'. Did you mean 'adopted'"):
-        hopper.trials_picture("adapted")
 
 
 def test_a_change_of_nothing_has_no_sign():
@@ -1479,13 +1420,6 @@ def test_a_steeper_routing_is_still_one(skew, L):
         rows = megablocks.steeper(counts, skew, L, 4)
         assert rows.sum() == 4 * L and 0 <= rows.min() and rows.max() <= L
         assert L < 1000 or rows.max() >= megablocks.steeper(counts, skew / 2, L, 4).max()
-
-
-def test_a_skew_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="skew is -1, but it must be at least 0"):
-        megablocks.steeper(np.ones(4), -1, 8, 2)
-    with pytest.raises(ValueError, match="k is 3, but there are only 2 experts"):
-        megablocks.steeper(np.array([5, 0, 5, 0]), 1.0, 8, 3)
 
 
 @pytest.mark.parametrize(("factor", "block"), [(0.5, 16), (1.25, 128), (6.0, 1)])
@@ -1588,11 +1522,6 @@ def test_blocks_meet_as_the_topology_says(seed):
         assert megablocks.product_steps(product, topology) == expected
 
 
-def test_labels_of_too_many_blocks_are_refused():
-    with pytest.raises(ValueError, match="the largest of nnz, block rows and block columns is 54"):
-        megablocks.product_steps("DSD", block_sparse.topology_of(np.ones((6, 9), bool), 1))
-
-
 def test_who_meets_whom_is_found_and_not_assumed(monkeypatch):
     right = megablocks.product_steps("DSD", TINY)
     other = block_sparse.topology_of(np.roll(block_sparse.to_dense(np.ones((15, 4, 4)), TINY)[::4, ::4] > 0, 1, 1), 4)
@@ -1612,8 +1541,6 @@ def test_a_step_frames_the_blocks_that_meet(product, last):
         assert all(f"S{number}" in axes.get_title("left") for number in found.numbers if product != "SDD")
     with pytest.raises(ValueError, match=f"step is {last + 1}, but it must be 0..{last}"):
         megablocks.product_picture(product, last + 1)
-    with pytest.raises(ValueError, match="unknown product 'DSS'"):
-        megablocks.product_picture("DSS", 0)
 
 
 def test_both_layers_run_and_all_their_work_is_told():
@@ -1643,6 +1570,50 @@ def test_the_bars_of_the_systems_are_their_kept_bytes(activation):
     config = preset("conf1").config.replace(activation=activation)
     kept = [account(config, *variant).kept_bytes / GIB for variant in megablocks.COMPARED]
     np.testing.assert_allclose(ends, kept)
+
+
+# What there is not ---------------------------------------------------------------------------------------------------
+
+FEW_EXPERTS = "k is 8, but there are only 4 experts"
+EDITED = gemm.EditedExecutor({"no such line": ""})
+MANY_BLOCKS = block_sparse.topology_of(np.ones((6, 9), bool), 1)
+REFUSED = [
+    (lambda: show_kernel("dispatch/1_dense_mapp.cu"), "Did you mean 'dispatch/1_dense_map.cu'"),
+    (lambda: show_kernel(KERNELS, "dense_mup"), "unknown CUDA function 'dense_mup'. Did you mean 'dense_map'"),
+    (
+        lambda: sources.show_difference("expert_upp", *VERSION_FILES),
+        "unknown CUDA function 'expert_upp'. Did you mean 'expert_up'",
+    ),
+    (lambda: table([]), "rows is empty"),
+    (lambda: memory.memory_bars(1024, 256, 256, 4, 8, "relu", "paper"), FEW_EXPERTS),
+    (lambda: memory.memory_lines(256, 256, 4, 8, "relu"), FEW_EXPERTS),
+    (lambda: routing.capacity_picture(1.0, 1.0, 4, 8), FEW_EXPERTS),
+    (lambda: dispatch.dispatch_steps(GOLDEN_TOPK_EXPERTS, 4, 6), "step is 6, but it must be 0..5"),
+    (lambda: backward.Tape(SMALL_LAYER).check(d_w4=SMALL_LAYER.x), "unknown tensor 'w4'. Did you mean 'w"),
+    (lambda: backward.flow_picture("minimum"), "unknown policy 'minimum'. Did you mean 'minimal'"),
+    (lambda: gemm.count_up("1_naive", *UP, executor=EDITED), "expert_up/1_naive.cu does not hold 'no such line'"),
+    (lambda: gemm.fragment_picture(32), "lane is 32, but it must be 0..31"),
+    (lambda: gemm.gather_picture(GOLDEN_DISPATCH, 4), "expert is 4, but it must be 0..3"),
+    (lambda: policies.seconds([], "onse"), "unknown traffic 'onse'. Did you mean 'once'"),
+    (lambda: hopper.swizzle_picture(8), "chunk is 8, but it must be 0..7"),
+    (lambda: hopper.ring_picture(6), "stages is 6, but it must be 1..5"),
+    (lambda: hopper.ring_fault("no fault"), "unknown fault 'no fault'"),
+    (lambda: hopper.show_ring("loads"), "unknown function of ring.cu 'loads'. Did you mean 'load'"),
+    (lambda: hopper.holders_picture(128), "thread is 128, but it must be 0..127"),
+    (lambda: hopper.schedule_picture(0), "band is 0, but it must be >= 1"),
+    (lambda: hopper.step_table(MEASURED, "too stages"), "unknown idea 'too stages'. Did you mean 'two stages'"),
+    (lambda: hopper.trials_picture("adapted"), "unknown kind of trials 'adapted'. Did you mean 'adopted'"),
+    (lambda: megablocks.steeper(np.ones(4), -1, 8, 2), "skew is -1, but it must be at least 0"),
+    (lambda: megablocks.steeper(np.array([5, 0, 5, 0]), 1.0, 8, 3), "k is 3, but there are only 2 experts"),
+    (lambda: megablocks.product_steps("DSD", MANY_BLOCKS), "the largest of nnz, block rows and block columns is 54"),
+    (lambda: megablocks.product_picture("DSS", 0), "unknown product 'DSS'"),
+]
+
+
+@pytest.mark.parametrize(("ask", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_there_is_not_is_refused(ask, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ask()
 
 
 # Pictures in words ---------------------------------------------------------------------------------------------------

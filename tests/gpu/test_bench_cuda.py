@@ -51,9 +51,9 @@ def test_a_graphed_layer_is_timed_as_launched_and_right(gpu):
     assert all(row["fwd_ms"] > 0 and row["bwd_ms"] > 0 and row["ratio_to"].keys() == {"grouped_mm"} for row in graphed)
 
 
-@pytest.mark.parametrize("activation", speed.BASELINES)
+@pytest.mark.parametrize("activation", ["silu", "relu", "swiglu"])
 def test_the_papers_comparison_is_timed_and_right(gpu, activation, monkeypatch):
-    monkeypatch.setattr(speed, "BASELINES", {activation: ("megablocks", "grouped_mm")})
+    monkeypatch.setattr(speed, "BASELINES", ("megablocks", "grouped_mm"))
     rows = speed.time_systems("small", CONFIG.replace(activation=activation), gpu, lambda system, config: None)
     assert report.wrong(rows) == [] and [row["policy"] for row in rows] == [*speed.POLICIES, None, None]
 

@@ -1,8 +1,8 @@
-"""MegaBlocks' stage in raw CUDA on a device: every version and dtype, real sizes, arrays that stay there."""
+"""MegaBlocks' stage on a device, in raw CUDA and in Numba: every dtype, real sizes, arrays that stay there."""
 
 import numpy as np
 import pytest
-from test_block_sparse import (
+from sparse_cases import (
     GOLDEN,
     PRODUCTS,
     Run,
@@ -11,6 +11,7 @@ from test_block_sparse import (
     assert_any_parts,
     assert_golden,
     assert_layer,
+    assert_layer_as_specified,
     assert_rows,
     run_layer,
     sparse_of,
@@ -35,6 +36,7 @@ RUNS = [
     if cuda_device_count() and not BACKENDS["cuda"].refusal("block_sparse", version)
     for dtype in able
 ]
+NUMBA = Run("numba", None, "float32", (1, 8, BLOCK))
 every_run = pytest.mark.parametrize("run", RUNS, ids=str)
 CASES = [
     make_case(2048, 256, 512, 8, 2, "zipf", "skewed"),
@@ -115,18 +117,34 @@ def test_twenty_runs_give_the_same_bits(run):
             np.testing.assert_array_equal(array, first[name], err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_cupy_arrays_stay_on_the_device(dtype):
+@pytest.mark.parametrize("routing", ["zipf", "hot"])
+def test_the_numba_layer_gives_and_saves_what_the_specification_does(routing):
+    case = make_case(2048, 256, 512, 8, 2, routing)
+    assert_layer_as_specified(NUMBA.open(), case, BLOCK, "float32")
+
+
+@pytest.mark.parametrize("check", [assert_any_mask, assert_any_parts])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_product_of_numba_is_the_dense_one_whatever_is_stored(product, check):
+    check(product, NUMBA)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("cuda", "float32"), ("cuda", "float16"), ("numba", "float32")], ids=str
+)
+def test_cupy_arrays_stay_on_the_device(backend, dtype):
     import cupy
 
-    case = CASES[0].astype(dtype)
+    case, stage = CASES[0].astype(dtype), BACKENDS[backend].stage("block_sparse")
     _, w1, w2, w3 = map(cupy.asarray, case.weights)
     dispatch = build_by_sort(case.topk_experts, case.E).map(cupy.asarray)
     gates = cupy.asarray(comparisons.hidden(case)[-1])
-    out, saved = block_sparse.forward(cupy.asarray(case.x), w1, w2, w3, dispatch, gates, case.activation)
-    found = block_sparse.backward(cupy.asarray(case.d_out), saved, w1, w2, w3)
+    out, saved = stage.forward(cupy.asarray(case.x), w1, w2, w3, dispatch, gates, case.activation)
+    found = stage.backward(cupy.asarray(case.d_out), saved, w1, w2, w3)
     assert all(isinstance(array, cupy.ndarray) for array in (out, *found, *saved.tensors().values()))
-    version = block_sparse.default_version(dtype, case.x.shape[1], BLOCK, cupy_executor())
-    expected = run_layer(Run("cuda", version, dtype, (BLOCK,)).open(), case, BLOCK)
+    version = None
+    if backend == "cuda":
+        version = block_sparse.default_version(dtype, case.x.shape[1], BLOCK, cupy_executor())
+    expected = run_layer(Run(backend, version, dtype, (BLOCK,)).open(), case, BLOCK)
     for name, array in {"out": out, **found._asdict()}.items():
         np.testing.assert_array_equal(cupy.asnumpy(array), expected[name], err_msg=name)

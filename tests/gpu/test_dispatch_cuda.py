@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from test_dispatch import LIMITS
 
 from moeblaze_ref.backends.numpy_ref import dispatch as reference
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
@@ -18,16 +19,7 @@ pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device
 
 every_version = pytest.mark.parametrize("version", dispatch.VERSIONS)
 
-SHAPES = [
-    (0, 7, 3, "uniform"),
-    (1, 1024, 32, "uniform"),
-    (257, 1, 1, "uniform"),
-    (300, 1024, 32, "zipf"),
-    (3001, 130, 8, "uniform"),
-    (4096, 64, 6, "hot"),
-    (65_536, 16, 4, "zipf"),
-    (1_048_576, 128, 8, "empty"),
-]
+SHAPES = [*LIMITS, (3001, 130, 8, "uniform"), (1_048_576, 128, 8, "empty")]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from test_gating import assert_no_tokens, make_logits
 
 from moeblaze_ref.backends.numpy_ref import gating as reference
 from moeblaze_ref.backends.raw_cuda import gating
@@ -15,13 +16,6 @@ BACKENDS_AND_VERSIONS = [("numba", None), *(("cuda", version) for version in gat
 SHAPES = [(1, 1, 1), (1, 1024, 32), (257, 33, 5), (3001, 130, 32), (4096, 64, 32), (65_536, 16, 4), (262_144, 128, 8)]
 
 every_backend = pytest.mark.parametrize(("backend", "version"), BACKENDS_AND_VERSIONS)
-
-
-def make_logits(num_tokens, num_experts, step=0.0):
-    """Random float32 logits (L, E) that favour the last experts; a ``step`` to round to makes ties."""
-    noise = 1.5 * np.random.default_rng(5).standard_normal((num_tokens, num_experts))
-    logits = noise + np.linspace(-1.0, 1.0, num_experts)
-    return (np.round(logits / step) * step if step else logits).astype(np.float32)
 
 
 def assert_near(found, expected):
@@ -62,11 +56,7 @@ def test_ties_are_broken_as_the_specification_does(backend, version, step):
 
 @every_backend
 def test_no_tokens(backend, version):
-    stage, logits = BACKENDS[backend].open("gating", version), np.empty((0, 4), np.float32)
-    probs, topk_experts, gates = stage.forward(logits, 2)
-    assert (probs.shape, topk_experts.shape, gates.shape) == ((0, 4), (0, 2), (0, 2))
-    assert stage.load_balancing_loss(probs, topk_experts) == 0.0 and stage.router_z_loss(logits) == 0.0
-    assert stage.backward(gates, logits, topk_experts, False, 1.0, 1.0).shape == (0, 4)
+    assert_no_tokens(BACKENDS[backend].open("gating", version), renormalize=False)
 
 
 def results(logits, version):

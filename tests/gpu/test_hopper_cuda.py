@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from test_expert_kernels import SEVERAL_TILES, assert_right, assert_same_bits, on, run
+from expert_stages import SEVERAL_TILES, assert_right, assert_same_bits, on, run
 from test_hopper import (
     BOXES,
     COPIED,

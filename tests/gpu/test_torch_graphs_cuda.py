@@ -2,16 +2,15 @@
 
 import gc
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
+import torch_layers
+from torch_layers import all_equal, eager_collector, step
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
-from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_graphs import graphed
-from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.torch_capture import capture, without_collector
 from moeblaze_ref.systems import layer as layer_system
 
@@ -21,40 +20,12 @@ SIZES = {"d": 256, "h": 512, "E": 8, "k": 2}
 L = 1_024
 
 
-def make_layer(kind=MoELayer, dtype=torch.bfloat16, **options):
-    torch.manual_seed(0)
-    return kind(**SIZES, device="cuda", dtype=dtype, **options)
+def make_layer(system="moeblaze", dtype=torch.bfloat16, **options):
+    return torch_layers.make_layer(system, device="cuda", dtype=dtype, **(SIZES | options))
 
 
 def make_x(seed=1, dtype=torch.bfloat16):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(L, SIZES["d"], generator=generator, device="cuda", dtype=dtype).requires_grad_()
-
-
-def step(layer, x):
-    """Every output and gradient of one forward and backward."""
-    result = layer(x)
-    loss = (result.out.float() * x.detach().float()).sum() + result.load_balancing_loss + result.router_z_loss
-    gradients = torch.autograd.grad(loss, [x, *layer.parameters()])
-    return (*[output.detach() for output in result], *gradients)
-
-
-def same(found, expected):
-    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-@contextmanager
-def eager_collector():
-    """A full collection at nearly each allocation of a Python object; there is little else to look through."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # Python puts full collections off until a quarter of what this one found is new
-    gc.set_threshold(1, 1, 1)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
+    return torch_layers.make_x(L, SIZES["d"], seed=seed, device="cuda", dtype=dtype)
 
 
 class OlderGraph:
@@ -95,10 +66,10 @@ def test_a_graphed_layer_is_right_though_old_graphs_become_garbage_in_its_captur
         OlderGraph()  # garbage from before
         replayed = graphed(make_layer(policy=policy), make_x(2))
         assert len(dropper.dropped) == 2
-        assert same(step(replayed, x), expected) and same(step(layer, x), expected)
+        assert all_equal(step(replayed, x), expected) and all_equal(step(layer, x), expected)
     gc.collect()
     assert not any(graph() for graph in dropper.dropped)
-    assert same(step(replayed, x), expected)
+    assert all_equal(step(replayed, x), expected)
 
 
 def test_a_whole_step_is_captured_though_old_graphs_become_garbage_in_it(monkeypatch):
@@ -109,12 +80,12 @@ def test_a_whole_step_is_captured_though_old_graphs_become_garbage_in_it(monkeyp
         with capture(graph):
             captured = step(layer, x)
         graph.replay()
-    assert len(dropper.dropped) == 2 and same(captured, expected)
+    assert len(dropper.dropped) == 2 and all_equal(captured, expected)
 
 
 def test_megablocks_layer_beside_captures_is_right(monkeypatch):
     """Its host waits for the GPU, so it cannot be captured; to try leaves torch as it was."""
-    megablocks, x = make_layer(BlockSparseMoE), make_x()
+    megablocks, x = make_layer("megablocks", block=128), make_x()
     expected, of_ours = step(megablocks, x), step(make_layer(), x)
     with pytest.raises(TypeError, match="layer is a BlockSparseMoE, but only a MoELayer can be graphed"):
         graphed(megablocks, x)
@@ -123,11 +94,11 @@ def test_megablocks_layer_beside_captures_is_right(monkeypatch):
         with pytest.raises(RuntimeError), capture(torch.cuda.CUDAGraph()):
             megablocks(x)
         assert torch.cuda.current_stream() == stream and gc.isenabled()
-        assert same(step(megablocks, x), expected)
+        assert all_equal(step(megablocks, x), expected)
         replayed = graphed(make_layer(), make_x(2))
         assert len(dropper.dropped) == 2
         for _ in range(2):
-            assert same(step(replayed, x), of_ours) and same(step(megablocks, x), expected)
+            assert all_equal(step(replayed, x), of_ours) and all_equal(step(megablocks, x), expected)
     assert torch.rand(1, device="cuda").item() < 1
 
 
@@ -147,7 +118,7 @@ def test_stages_keep_the_collector_out_of_torchs_own_capture(monkeypatch):
             captured = step(layer, x)
             gc.disable()
     graph.replay()
-    assert seen == [False, False] and same(captured, expected)
+    assert seen == [False, False] and all_equal(captured, expected)
     step(layer, x)
     assert seen[2:] == [True, True]
 
@@ -175,16 +146,16 @@ def test_a_layer_is_graphed_again_for_another_shape():
     graphed(layer, make_x()[:100].detach().requires_grad_())
     with pytest.raises(ValueError, match=r"x has shape \(1024, 256\), but the layer was graphed for \(100, 256\)"):
         layer(x)
-    assert same(step(layer.eval(), x), expected)
+    assert all_equal(step(layer.eval(), x), expected)
     layer.train()
-    assert same(step(graphed(layer, x), x), expected)
+    assert all_equal(step(graphed(layer, x), x), expected)
 
 
 def test_under_autocast_the_casts_are_those_of_the_capture():
     layer, x = make_layer(dtype=torch.float32), make_x(dtype=torch.float32)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         expected = step(layer, x)
-        assert same(step(graphed(layer, make_x(2, torch.float32)), x), expected)
+        assert all_equal(step(graphed(layer, make_x(2, torch.float32)), x), expected)
 
 
 def test_only_the_output_of_the_last_forward_goes_backward():

@@ -1,9 +1,9 @@
 """The torch layer on a CUDA device: gradients, memory to the byte, determinism, streams, and torch's allocator."""
 
-import gc
-
 import pytest
 import torch
+import torch_layers
+from torch_layers import all_equal, peak_of_step, settled, step
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.backends.raw_cuda.layer import default_version
@@ -13,7 +13,7 @@ from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account, step_account
 from moeblaze_ref.nn.torch_graphs import graphed
-from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
+from moeblaze_ref.nn.torch_layer import MoEOutput
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.runtime.torch_capture import capture
 from moeblaze_ref.verify import check
@@ -26,19 +26,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def make_layer(config=CONFIG, dtype="bfloat16", **options):
-    torch.manual_seed(0)
-    return MoELayer(config.d, config.h, config.E, config.k, device="cuda", dtype=getattr(torch, dtype), **options)
+    sizes = {name: getattr(config, name) for name in torch_layers.SIZES}
+    return torch_layers.make_layer(**sizes, device="cuda", dtype=getattr(torch, dtype), **options)
 
 
 def make_x(config=CONFIG, dtype="bfloat16"):
     return torch.randn(config.L, config.d, device="cuda", dtype=getattr(torch, dtype), requires_grad=True)
-
-
-def step(layer, x):
-    """Every output and gradient of one forward and backward."""
-    result = layer(x)
-    loss = (result.out.float() * x.detach().float()).sum() + result.load_balancing_loss + result.router_z_loss
-    return (*result, *torch.autograd.grad(loss, [x, *layer.parameters()]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,7 +45,7 @@ def test_twenty_runs_give_the_same_bits(dtype):
     layer, x = make_layer(dtype=dtype), make_x(dtype=dtype)
     first = step(layer, x)
     for _ in range(20):
-        assert all(torch.equal(*pair) for pair in zip(step(layer, x), first, strict=True))
+        assert all_equal(step(layer, x), first)
     assert layer.executor == "cuda"
 
 
@@ -61,14 +54,6 @@ def test_twenty_runs_give_the_same_bits(dtype):
 def test_autograd_keeps_what_the_accounting_says(policy, dtype):
     one = account(CONFIG.replace(dtype=dtype), "moeblaze", policy)
     assert measure.kept_bytes(make_layer(dtype=dtype, policy=policy), make_x(dtype=dtype)) == one.kept_bytes
-
-
-def settled() -> int:
-    """Bytes in use, and the peak, once the garbage of earlier tests is gone: it would be freed during the step."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -91,15 +76,9 @@ PARTS = MoEConfig(L=16_384, d=1_024, h=256, E=16, k=4)  # y and the rows of d_x 
 @pytest.mark.parametrize(("config", "policy"), [*STEPS, (PARTS, "minimal"), (PARTS, "inputs")])
 def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(config, policy):
     layer, x = make_layer(config, policy=policy, activation=config.activation), make_x(config)
-    leaves = [x, *layer.parameters()]
-    torch.autograd.grad(layer(x).out.sum(), leaves)
-    before = settled()
-    gradients = torch.autograd.grad(layer(x).out.sum(), leaves)  # sum keeps no output, and its gradient is expanded
-    torch.cuda.synchronize()
     version = default_version(config.dtype, config.d, config.h, bridge_to(x.device).executor)
     expected = step_account(config, policy, version).peak_bytes - x.nbytes  # which was there
-    assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.02)
-    assert len(gradients) == len(leaves)
+    assert peak_of_step(layer, x) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -107,7 +86,7 @@ def test_a_step_in_parts_of_its_columns_is_the_same(activation, monkeypatch):
     layer, x = make_layer(PARTS, activation=activation), make_x(PARTS)
     parts = step(layer, x)
     monkeypatch.setattr(gemm, "MANY_ELEMENTS", PARTS.R * PARTS.d + 1)
-    assert all(torch.equal(*pair) for pair in zip(parts, step(layer, x), strict=True))
+    assert all_equal(parts, step(layer, x))
 
 
 @pytest.mark.usefixtures("one_autograd_thread")
@@ -134,7 +113,7 @@ def test_it_runs_on_torchs_current_stream():
         doubled = (2 * x.detach() / 2).requires_grad_()
         found = step(layer, doubled)
     stream.synchronize()
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all_equal(found, expected)
 
 
 def fixed_step(layer, x, d_outputs, topk_experts=None):
@@ -180,7 +159,7 @@ def test_a_captured_step_replays_on_new_inputs_with_the_same_bits(policy):
         graph.replay()
         replayed = [tensor.clone() for tensor in captured]
         expected = fixed_step(layer, x, d_outputs)
-        assert all(torch.equal(*pair) for pair in zip(replayed, expected, strict=True))
+        assert all_equal(replayed, expected)
         choices.append(replayed[3])
     assert not torch.equal(choices[0], choices[1])
 
@@ -202,7 +181,7 @@ def test_a_graphed_layer_gives_the_same_bits_on_other_inputs(policy, work):
     layer, replayed = make_layer(policy=policy), make_graphed_layer(policy=policy)  # of the same seed
     inputs = [make_x(), make_x()]
     for x in inputs:
-        assert all(torch.equal(*pair) for pair in zip(work(replayed, x), work(layer, x), strict=True))
+        assert all_equal(work(replayed, x), work(layer, x))
     chosen = [replayed(x).topk_experts.clone() for x in inputs]
     assert isinstance(replayed(inputs[0]), MoEOutput) and not torch.equal(*chosen)
 
@@ -220,8 +199,7 @@ def test_a_graphed_layer_adds_to_gradients_that_are_there():
             parameter.grad = torch.zeros_like(parameter)
         for x in inputs:
             each(x).out.backward(x.detach())
-    pairs = zip(layer.parameters(), replayed.parameters(), strict=True)
-    assert all(torch.equal(expected.grad, found.grad) for expected, found in pairs)
+    assert all_equal(*([parameter.grad for parameter in each.parameters()] for each in (layer, replayed)))
 
 
 @pytest.mark.parametrize("policy", CHOICES)
@@ -242,7 +220,7 @@ def test_the_host_never_waits_for_the_gpu(policy):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not awake
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all_equal(found, expected)
 
 
 def test_tensors_on_two_devices_are_refused():
@@ -261,4 +239,4 @@ def test_tensors_that_begin_anywhere_give_the_same_bits():
     weight[3:] = layer.w1.detach().flatten()
     layer.w1 = torch.nn.Parameter(weight[3:].view(layer.w1.shape))
     assert shifted.data_ptr() % 16 == 2 and layer.w1.data_ptr() % 16 == 6
-    assert all(torch.equal(*pair) for pair in zip(step(layer, shifted), expected, strict=True))
+    assert all_equal(step(layer, shifted), expected)

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -11,11 +12,10 @@ import small_lm
 import torch
 from helpers import assert_told_apart_in_grey, unmarked
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from small_lm import moeblaze
 from torch import nn
-from typer.testing import CliRunner
 
 from moeblaze_ref import lm
-from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import documents, provenance, source_hashes
 from moeblaze_ref.core.units import MIB
 from moeblaze_ref.lm import (
@@ -166,39 +166,20 @@ def test_a_gradient_that_is_no_number_is_the_worst():
     assert not verdict["same_weights_gradients"]["passed"]
 
 
-class Scaled(oracle.OracleMoE):
-    """An output that is a little too large."""
+class Spoiled(oracle.OracleMoE):
+    """The oracle, whose output is what ``spoil`` makes of its experts and its routing."""
 
-    def spoil(self, x, routing):
-        return self.mixed(x, routing) * (1 + 1e-4)
-
-    def mixed(self, x, routing):
-        return oracle.experts(x, routing, self.w1, self.w2, self.w3, self.activation)
+    def __init__(self, *sizes, spoil, **options):
+        super().__init__(*sizes, **options)
+        self.spoil = spoil
 
     def forward(self, x, topk_experts=None):
         routing = oracle.route(x, self.wg, self.k, self.renormalize, topk_experts)
-        return self.spoil(x, routing), routing
+        mixed = lambda routing: oracle.experts(x, routing, self.w1, self.w2, self.w3, self.activation)
+        return self.spoil(mixed, routing), routing
 
 
-class WrongExpert(Scaled):
-    """One token's first choice is computed by the next expert."""
-
-    def spoil(self, x, routing):
-        chosen = routing.topk_experts.clone()
-        chosen[0, 0] = next(e for e in range(self.wg.shape[1]) if e not in chosen[0])
-        return self.mixed(x, routing._replace(topk_experts=chosen))
-
-
-class DroppedRow(Scaled):
-    """The last token's second expert is left out."""
-
-    def spoil(self, x, routing):
-        gates = routing.gates.clone()
-        gates[-1, -1] = 0
-        return self.mixed(x, routing._replace(gates=gates))
-
-
-class OtherChoice(Scaled):
+class OtherChoice(oracle.OracleMoE):
     """The router of every layer takes the worst experts, and says so."""
 
     def forward(self, x, topk_experts=None):
@@ -206,29 +187,32 @@ class OtherChoice(Scaled):
             topk_experts = oracle.top_k(-(x @ self.wg), self.k)
         return super().forward(x, topk_experts)
 
-    def spoil(self, x, routing):
-        return self.mixed(x, routing)
+
+def wrong_expert(mixed, routing):
+    chosen = routing.topk_experts.clone()
+    chosen[0, 0] = next(e for e in range(routing.logits.shape[1]) if e not in chosen[0])
+    return mixed(routing._replace(topk_experts=chosen))
 
 
-class NoRouterGradient(Scaled):
-    """The forward is right, but the gates send nothing back."""
+def dropped_row(mixed, routing):
+    gates = routing.gates.clone()
+    gates[-1, -1] = 0
+    return mixed(routing._replace(gates=gates))
 
-    def spoil(self, x, routing):
-        return self.mixed(x, routing._replace(gates=routing.gates.detach()))
 
-
-class Zeros(Scaled):
-    """A layer that does nothing."""
-
-    def spoil(self, x, routing):
-        return 0 * self.mixed(x, routing)
+FAULTS = {
+    "an output that is a little too large": lambda mixed, routing: mixed(routing) * (1 + 1e-4),
+    "one token's first choice is computed by the next expert": wrong_expert,
+    "the last token's second expert is left out": dropped_row,
+    "the gates send nothing back": lambda mixed, routing: mixed(routing._replace(gates=routing.gates.detach())),
+    "a layer that does nothing": lambda mixed, routing: 0 * mixed(routing),
+}
 
 
 @pytest.mark.parametrize("kind", ["replayed", "free"])
-@pytest.mark.parametrize("fault", [Scaled, WrongExpert, DroppedRow, NoRouterGradient, Zeros])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_layer_that_is_a_little_wrong_is_caught(kind, fault):
-    found = compare(kind, moe=fault)
-    assert not found["passed"]
+    assert not compare(kind, moe=partial(Spoiled, spoil=FAULTS[fault]))["passed"]
 
 
 def test_a_router_that_chooses_other_experts_is_caught():
@@ -334,10 +318,7 @@ def test_one_wrong_gradient_is_found_by_name(wrong):
 
 def test_the_worst_step_is_named():
     assert equal_loss.compare_losses([0.0, 3e-6, 1e-6]) == {"worst": 3e-6, "at": 2, "bound": BOUND, "passed": True}
-    assert (
-        not equal_loss.compare_losses([0.0, 1.1e-5])["passed"]
-        and not equal_loss.compare_losses([math.nan, 0.0])["passed"]
-    )
+    assert not any(equal_loss.compare_losses(gaps)["passed"] for gaps in ([0.0, 1.1e-5], [math.nan, 0.0]))
 
 
 def test_a_token_has_changed_if_its_set_of_experts_has():
@@ -403,14 +384,6 @@ def small(monkeypatch):
     monkeypatch.setattr(curves, "WINDOW", 3)
 
 
-@pytest.fixture
-def texts(tmp_path):
-    for number in range(40):
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        (tmp_path / "texts" / f"{number}.txt").write_text(f"file {number}, " * 400)
-    return tmp_path / "texts"
-
-
 def test_the_runs_differ_in_what_their_names_say(small):
     base = presets.preset("tiny")
     settings = {name: curves.settings_of(name, base) for name in curves.RUNS}
@@ -455,9 +428,8 @@ def test_a_folder_of_another_run_is_refused(small, texts, tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="its settings.steps is 3, but here it is 4"):
         evidence.gather("curves", replace(request, runs=(), steps=4))
     (texts / "0.txt").write_text("another text")
-    with pytest.raises(
-        checkpoint.CheckpointError, match="oracle/checkpoint.safetensors is of another run: its text is"
-    ):
+    message = "oracle/checkpoint.safetensors is of another run: its text is"
+    with pytest.raises(checkpoint.CheckpointError, match=message):
         evidence.gather("curves", replace(request, runs=()))
 
 
@@ -555,10 +527,6 @@ def test_the_verdict_waits_for_the_runs_that_it_needs(missing):
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def moeblaze(*arguments):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["evidence", *map(str, arguments)])
-
-
 def test_the_names_that_the_command_lists_are_all_there_are():
     names = set(lm.EVIDENCE)
     for known in (evidence.KINDS, report.REPORTS, evidence_plots.PICTURES, document.PICTURED):
@@ -570,20 +538,20 @@ def test_the_names_that_the_command_lists_are_all_there_are():
 def test_the_command_records_what_it_finds(small, texts, tmp_path):
     record = tmp_path / "new" / "record.json"
     known = ("--steps", 3, "--device", "cpu", "--data", texts)
-    done = moeblaze("free", *known, "--record", record, "--json")
+    done = moeblaze("evidence", "free", *known, "--record", record, "--json")
     assert done.exit_code == 0, done.output
     found = evidence.load(record, "free")
     assert found["settings"]["precision"] == "float32" and found["settings"]["steps"] == 12 and found["steps"] == 3
     assert {name: found[name] for name in json.loads(done.stdout)} == json.loads(done.stdout)
     assert found["commit"] and len(found["text"]) == 16 and len(found["loss"]["moeblaze"]) == 3
-    shown = moeblaze("replayed", *known)
+    shown = moeblaze("evidence", "replayed", *known)
     assert shown.exit_code == 0 and "| loss | " in shown.stdout and " pass |" in shown.stdout
 
 
 def test_the_command_fails_where_the_losses_differ(small, texts, monkeypatch):
-    real = equal_loss.replayed
-    monkeypatch.setitem(evidence.KINDS, "replayed", evidence._step_by_step(lambda *a, **o: real(*a, **o, moe=Zeros)))
-    done = moeblaze("replayed", "--steps", 2, "--device", "cpu", "--data", texts)
+    real, zeros = equal_loss.replayed, partial(Spoiled, spoil=FAULTS["a layer that does nothing"])
+    monkeypatch.setitem(evidence.KINDS, "replayed", evidence._step_by_step(lambda *a, **o: real(*a, **o, moe=zeros)))
+    done = moeblaze("evidence", "replayed", "--steps", 2, "--device", "cpu", "--data", texts)
     assert done.exit_code == 1 and "FAIL" in done.stdout
 
 
@@ -592,7 +560,7 @@ def test_the_command_stops_at_a_loss_that_is_not_finite(small, texts, monkeypatc
         raise NonFinite("step 1: loss nan")
 
     monkeypatch.setitem(evidence.KINDS, "free", evidence._step_by_step(stop))
-    done = moeblaze("free", "--device", "cpu", "--data", texts)
+    done = moeblaze("evidence", "free", "--device", "cpu", "--data", texts)
     assert done.exit_code == 1 and "error: step 1: loss nan" in done.output
 
 
@@ -619,7 +587,7 @@ def test_the_command_says_what_is_allowed_and_writes_nothing(arguments, message,
     monkeypatch.chdir(tmp_path)
     options = {"--device": "cpu", "--data": texts, "--record": "record.json"}
     given = [part for name, value in options.items() if name not in arguments for part in (name, value)]
-    done = moeblaze(*arguments, *given)
+    done = moeblaze("evidence", *arguments, *given)
     assert done.exit_code == 2 and message in done.output, done.output
     assert {path.name for path in tmp_path.iterdir()} == {"texts"}
 
@@ -657,14 +625,24 @@ def records():
     }
 
 
+def stored(folder, name, found):
+    """The path of a file of results that holds a record."""
+    path = folder / "results" / f"train_{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found))
+    return path
+
+
+def block(name, paths):
+    """A page of one block, filled from its records."""
+    return document.fill(f"<!-- begin {name} -->\n<!-- end {name} -->", paths)
+
+
 @pytest.mark.parametrize("kind", lm.EVIDENCE)
 def test_a_record_becomes_a_block_and_a_picture(kind, tmp_path):
-    path = tmp_path / "results" / f"train_{kind}.json"
-    blank = f"<!-- begin {kind} -->\n<!-- end {kind} -->"
-    assert documents.NOTHING in document.fill(blank, {kind: [path]})
-    path.parent.mkdir()
-    path.write_text(json.dumps(records()[kind]))
-    text = document.fill(blank, {kind: [path]})
+    assert documents.NOTHING in block(kind, {kind: [tmp_path / "absent.json"]})
+    path = stored(tmp_path, kind, records()[kind])
+    text = block(kind, {kind: [path]})
     assert f"](images/train_{kind}.png)" in text and "- device: " in text and " pass" in text and "FAIL" not in text
     written = evidence_plots.write(evidence.load(path, kind), document.picture_of(path))
     assert written == tmp_path / "images" / f"train_{kind}.png" and written.stat().st_size > 10_000
@@ -714,12 +692,10 @@ def test_the_first_change_is_named_inside_the_picture():
 
 def test_every_layer_has_its_largest_step_beside_its_costs_at_one_size():
     found = records()["memory"]
-    cells = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in report.summary(found).splitlines() if "|" in line
-    ]
-    assert ["oracle", "16", "1.00", "54", "60", "16", "16"] in cells
-    assert [wall.OURS, "24", "1.50", "54", "60", "16", "16"] in cells
-    assert ["moeblaze, inputs", "16 or more", "1.00", "54", "60", "16", "16"] in cells
+    lines = report.summary(found).splitlines()
+    assert "| oracle | 16 | 1.00 | 54 | 60 | 16 | 16 |" in lines
+    assert f"| {wall.OURS} | 24 | 1.50 | 54 | 60 | 16 | 16 |" in lines
+    assert "| moeblaze, inputs | 16 or more | 1.00 | 54 | 60 | 16 | 16 |" in lines
     peaks, walls = evidence_plots.memory(found).axes
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in peaks.lines}
     assert lines.keys() == wall.CONTENDERS.keys()
@@ -730,26 +706,27 @@ def test_every_layer_has_its_largest_step_beside_its_costs_at_one_size():
 
 
 def test_a_record_of_another_kind_is_refused(tmp_path):
-    path = tmp_path / "train_free.json"
-    path.write_text(json.dumps(records()["replayed"]))
+    path = stored(tmp_path, "free", records()["replayed"])
     with pytest.raises(ValueError, match="train_free.json is a record of 'replayed', but it must be one of 'free'"):
-        document.fill("<!-- begin free -->\n<!-- end free -->", {"free": [path]})
+        block("free", {"free": [path]})
 
 
 @pytest.mark.parametrize("kind", lm.EVIDENCE)
 def test_records_of_two_devices_share_their_tables(kind, tmp_path):
-    paths = [tmp_path / "results" / f"train_{kind}_{gpu}.json" for gpu in ("h200", "h100")]
-    paths[0].parent.mkdir()
-    for path, device, text in zip(paths, ("NVIDIA H200, 580", "NVIDIA H100, 580"), ("0" * 16, "1" * 16), strict=True):
-        path.write_text(json.dumps(records()[kind] | {"device": device, "text": text}))
-    text = document.fill(f"<!-- begin {kind} -->\n<!-- end {kind} -->", {kind: paths})
+    paths = [
+        stored(
+            tmp_path, f"{kind}_{gpu.lower()}", records()[kind] | {"device": f"NVIDIA {gpu}, 580", "text": digit * 16}
+        )
+        for gpu, digit in (("H200", "0"), ("H100", "1"))
+    ]
+    text = block(kind, {kind: paths})
     rows = [line.split(" | ", 1) for line in text.splitlines() if line.startswith("| NVIDIA")]
     h200, h100 = ([row for device, row in rows if device == f"| NVIDIA {gpu}"] for gpu in ("H200", "H100"))
     assert h200 == h100 and len(h200) + len(h100) == len(rows) > 2
     assert all(f"(images/train_{kind}_{gpu}.png)" in text for gpu in ("h200", "h100"))
     assert text.count("\n- commit: ") == 2 and f"- text: {'0' * 16}" in text and f"- text: {'1' * 16}" in text
     assert (report.TEXTS_DIFFER in text) == (kind != "memory")
-    verdicts = document.fill("<!-- begin verdicts -->\n<!-- end verdicts -->", {kind: paths})
+    verdicts = block("verdicts", {kind: paths})
     assert verdicts.count(f"| [{kind}](training") == verdicts.count("| pass |") == 2
 
 
@@ -758,13 +735,11 @@ def repeated_record(commit, losses, **fields):
 
 
 def test_two_records_of_a_device_are_told_apart_by_their_commits(tmp_path):
-    paths = [tmp_path / "results" / f"train_replayed_{name}.json" for name in ("h200", "h100", "h100_2")]
     losses = records()["replayed"]["loss"]
     h100 = [repeated_record(commit, losses) for commit in "ab"]
-    paths[0].parent.mkdir()
-    for path, found in zip(paths, [repeated_record("c", losses, device="NVIDIA H200, 580"), *h100], strict=True):
-        path.write_text(json.dumps(found))
-    text = document.fill("<!-- begin replayed -->\n<!-- end replayed -->", {"replayed": paths})
+    found = {"h200": repeated_record("c", losses, device="NVIDIA H200, 580"), "h100": h100[0], "h100_2": h100[1]}
+    paths = [stored(tmp_path, f"replayed_{name}", one) for name, one in found.items()]
+    text = block("replayed", {"replayed": paths})
     named = {line.split(" | ")[0] for line in text.splitlines() if line.startswith("| NVIDIA")}
     assert named == {"| NVIDIA H200", f"| NVIDIA H100, {'a' * 7}", f"| NVIDIA H100, {'b' * 7}"}
     assert f"; NVIDIA H100, {'b' * 7}](images/train_replayed_h100_2.png)" in text
@@ -876,10 +851,8 @@ def test_the_lines_are_the_records():
 
 
 def test_the_document_and_a_picture_of_every_record_are_written(tmp_path, monkeypatch):
-    page, path = tmp_path / "training.md", tmp_path / "results" / "train_free_h200.json"
+    page, path = tmp_path / "training.md", stored(tmp_path, "free_h200", records()["free"])
     page.write_text("Before.\n<!-- begin free -->\n<!-- end free -->\n<!-- begin memory -->\n<!-- end memory -->\n")
-    path.parent.mkdir()
-    path.write_text(json.dumps(records()["free"]))
     monkeypatch.setattr(document, "PAGES", [page])
     missing = tmp_path / "results" / "train_memory_h200.json"
     monkeypatch.setattr(document, "RECORDS", {"free": [path], "memory": [missing]})
@@ -999,12 +972,6 @@ def validations_above(found):
     return {name: [loss - other for loss, other in zip(run, oracle, strict=True)] for name, run in losses.items()}
 
 
-def second_halves(found):
-    return {
-        name: end["second_half"] for name, end in curves.compare_curves(found["runs"], found["steps"])["ends"].items()
-    }
-
-
 def test_what_the_page_says_of_whole_runs_on_the_h200_is_what_their_record_holds():
     """The sentences below the block name no figure, but they follow from the figures."""
     found = recorded("curves")["h200"]
@@ -1022,10 +989,11 @@ def test_what_the_page_says_of_whole_runs_on_the_h200_is_what_their_record_holds
 
 def test_what_the_page_says_of_whole_runs_on_the_h100_is_what_their_record_holds():
     found = recorded("curves")["h100"]
-    verdict = curves.compare_curves(found["runs"], found["steps"])["verdict"]
+    compared = curves.compare_curves(found["runs"], found["steps"])
+    verdict = compared["verdict"]
     assert verdict["training"]["moeblaze"]["within"] and not verdict["validation"]["moeblaze"]["within"]
     assert verdict["validation"]["megablocks"]["within"]
-    ends = second_halves(found)
+    ends = {name: end["second_half"] for name, end in compared["ends"].items()}
     assert max(ends, key=ends.get) == "oracle"
     above = {name: abs(end - ends["oracle"]) for name, end in ends.items()}
     assert above["moeblaze"] > max(above["oracle-other-order"], above["megablocks"])

@@ -66,23 +66,16 @@ def test_cross_entropy_is_taken_in_float32():
     assert found.dtype == torch.float32 and float(found) == pytest.approx(float(expected), rel=1e-6)
 
 
-class Dtypes:
-    """Notes the dtype of what a module makes, call by call."""
-
-    def __init__(self, module):
-        self.seen = []
-        module.register_forward_hook(lambda module, inputs, output: self.seen.append(output.dtype))
-
-
 def test_every_forward_is_in_the_precision_of_the_settings(monkeypatch):
     run = trainer(precision="bfloat16")
-    noted = Dtypes(run.model.head)
+    seen = []
+    run.model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     run.advance()
     run.validate()
     monkeypatch.setattr(training.math, "isfinite", lambda value: False)
     with pytest.raises(NonFinite):
         run.advance()  # twice: the step, and the search for what was not finite in it
-    assert noted.seen == [torch.bfloat16] * 4
+    assert seen == [torch.bfloat16] * 4
 
 
 # Validation -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import math
 import re
 import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -17,12 +18,10 @@ import torch
 from helpers import files_of_at_most
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_lm import CONFIG
+from small_lm import CONFIG, moeblaze
 from torch import nn
-from typer.testing import CliRunner
 
 from moeblaze_ref import lm
-from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import records
 from moeblaze_ref.lm import checkpoint, command, data, finite, log, presets
 from moeblaze_ref.lm.checkpoint import CheckpointError
@@ -304,16 +303,13 @@ def test_the_speed_is_of_all_tokens_of_the_step(tmp_path, monkeypatch):
 
 def test_the_dropped_share_is_of_the_rows_of_all_layers(tmp_path):
     training = trainer(replace(SETTINGS, steps=1, layer="capacity", layer_options={"capacity_factor": 1.0}))
+    slots = lambda: [block.moe.dropped_slots for block in training.model.blocks]
     dropped = []
-    training.validate = lambda batches: dropped.append([int(n) for n in slots_of(training) if n is not None]) or 0.0
+    training.validate = lambda batches: dropped.append([int(n) for n in slots() if n is not None]) or 0.0
     lines = run(training, tmp_path)
     first, second = dropped[-1]  # what the step left there
     assert first != second
     assert lines[1]["dropped_share"] == (first + second) / (2 * SETTINGS.batch * CONFIG.sequence * CONFIG.k)
-
-
-def slots_of(training):
-    return [block.moe.dropped_slots for block in training.model.blocks]
 
 
 def test_a_run_of_no_steps_has_a_checkpoint_too(tmp_path):
@@ -355,15 +351,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+@contextmanager
+def refused(folder, error, message):
+    """This error is raised, and every file of the folder stays as it is."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(error, match=message):
+        yield
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_folder_with_a_run_is_not_overwritten(folder):
-    before = contents(folder)
-    with pytest.raises(ValueError, match="holds a run already .checkpoint.safetensors, log.jsonl.: resume it"):
+    with refused(folder, ValueError, "holds a run already .checkpoint.safetensors, log.jsonl.: resume it"):
         train_in(folder, replace(SETTINGS, steps=2))
-    assert contents(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -380,68 +379,52 @@ def test_a_folder_with_a_run_is_not_overwritten(folder):
     ],
 )
 def test_a_checkpoint_of_another_configuration_names_the_field(changes, message, folder):
-    before = contents(folder)
-    with pytest.raises(CheckpointError, match=message):
+    with refused(folder, CheckpointError, message):
         train_in(folder, replace(SETTINGS, **{"steps": 2, **changes}), resume=True)
-    assert contents(folder) == before
 
 
 def test_a_checkpoint_of_another_text_is_refused(folder):
-    help_ = data.python_help()
-    other = data.Corpus(help_.training[1:], help_.validation)
-    with pytest.raises(
-        CheckpointError, match=f"its text is '{help_.fingerprint}', but here it is '{other.fingerprint}'"
-    ):
+    its = data.python_help()
+    other = data.Corpus(its.training[1:], its.validation)
+    message = f"its text is '{its.fingerprint}', but here it is '{other.fingerprint}'"
+    with refused(folder, CheckpointError, message):
         run(trainer(replace(SETTINGS, steps=2), other), folder, resume=True)
 
 
-LOGS = {  # and what is said of them
-    "lost": "No such file or directory: .*log.jsonl",
-    "cut": "does not have the losses of the 2 steps that the checkpoint has done",
-    "changed": "does not have the losses of the 2 steps",
-    "with a hole": "has the loss of step 2 where that of step 1 must be",
-    "of another run": "is of the run 0123, but here it is",
+LOSSES = "does not have the losses of the 2 steps"
+LOGS = {  # what becomes of the lines, None of a lost file, and what is said of it
+    "lost": (None, "No such file or directory: .*log.jsonl"),
+    "cut": (lambda first, *rest: [first, *rest[:1]], f"{LOSSES} that the checkpoint has done"),
+    "changed": (lambda first, step, *rest: [first, step.replace('"loss": ', '"loss": 1'), *rest], LOSSES),
+    "with a hole": (lambda first, step, *rest: [first, *rest], "has the loss of step 2 where that of step 1 must be"),
+    "of another run": (lambda *lines: ['{"step": 0, "run": "0123"}\n'], "is of the run 0123, but here it is"),
 }
-
-
-def spoil_log(path, how):
-    lines = path.read_text().splitlines(keepends=True)
-    if how == "lost":
-        path.unlink()
-    elif how == "of another run":
-        path.write_text('{"step": 0, "run": "0123"}\n')
-    else:
-        changed = [*lines[:1], lines[1].replace('"loss": ', '"loss": 1'), *lines[2:]]
-        path.write_text("".join({"cut": lines[:2], "changed": changed, "with a hole": lines[:1] + lines[2:]}[how]))
 
 
 @pytest.mark.parametrize("how", LOGS)
 def test_a_log_that_is_not_the_checkpoints_is_refused_and_kept(how, folder):
-    spoil_log(folder / LOG, how)
-    before = contents(folder)
-    with pytest.raises((ValueError, OSError), match=LOGS[how]):
+    change, message = LOGS[how]
+    lines = (folder / LOG).read_text().splitlines(keepends=True)
+    (folder / LOG).unlink()
+    if change is not None:
+        (folder / LOG).write_text("".join(change(*lines)))
+    with refused(folder, (ValueError, OSError), message):
         train_in(folder, replace(SETTINGS, steps=2), resume=True)
-    assert contents(folder) == before
 
 
 def test_a_foreign_log_without_a_checkpoint_is_refused_and_kept(folder):
     (folder / CHECKPOINT).unlink()
-    before = contents(folder)
-    with pytest.raises(ValueError, match="log.jsonl is of the run .*: name another folder"):
+    with refused(folder, ValueError, "log.jsonl is of the run .*: name another folder"):
         train_in(folder, replace(SETTINGS, steps=3), resume=True)
-    assert contents(folder) == before
     train_in(folder, replace(SETTINGS, steps=2), resume=True)
 
 
 def spoil_by(change):
-    def spoil(path):
-        path.write_bytes(change(path.read_bytes()))
-
-    return spoil
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-def spoil_header(path):
-    save_file(load_file(path), path)
+def spoil_header(**metadata):
+    return lambda path: save_file(load_file(path), path, metadata)
 
 
 def spoil_fields(**fields):
@@ -451,13 +434,9 @@ def spoil_fields(**fields):
         with safe_open(path, framework="pt") as file:
             header = json.loads(file.metadata()[checkpoint.HEADER]) | fields
         text = json.dumps({name: value for name, value in header.items() if value is not None})
-        save_file(load_file(path), path, {checkpoint.HEADER: text})
+        spoil_header(**{checkpoint.HEADER: text})(path)
 
     return spoil
-
-
-def spoil_text(text):
-    return lambda path: save_file(load_file(path), path, {checkpoint.HEADER: text})
 
 
 def spoil_tensors(change):
@@ -475,22 +454,23 @@ def spoil_tensors(change):
 
 
 MOMENT = "optimizer.blocks.1.moe.w1.exp_avg"
+HEAD = "model.head.weight"
+
+
+def put(name, tensor):
+    return lambda tensors: tensors.update({name: tensor})
+
+
 DAMAGED = {
-    "model.head.weight is float32 (2, 3), but it must be float32 (256, 16)": lambda tensors: tensors.update(
-        {"model.head.weight": torch.zeros(2, 3)}
-    ),
-    "model.head.weight is float16 (256, 16), but it must be float32": lambda tensors: tensors.update(
-        {"model.head.weight": torch.zeros(256, 16).half()}
-    ),
-    "model.head.weight holds NaN or infinity": lambda tensors: tensors["model.head.weight"][3].fill_(math.nan),
+    f"{HEAD} is float32 (2, 3), but it must be float32 (256, 16)": put(HEAD, torch.zeros(2, 3)),
+    f"{HEAD} is float16 (256, 16), but it must be float32": put(HEAD, torch.zeros(256, 16).half()),
+    f"{HEAD} holds NaN or infinity": lambda tensors: tensors[HEAD][3].fill_(math.nan),
     f"{MOMENT} is absent, but it must be float32 (4, 16, 16)": lambda tensors: tensors.pop(MOMENT),
-    f"{MOMENT} is float32 (16,)": lambda tensors: tensors.update({MOMENT: torch.zeros(16)}),
+    f"{MOMENT} is float32 (16,)": put(MOMENT, torch.zeros(16)),
     "losses is absent": lambda tensors: tensors.pop("losses"),
-    "losses is float64 (1,), but it must be float64 (2,)": lambda tensors: tensors.update(
-        losses=torch.zeros(1, dtype=torch.float64)
-    ),
+    "losses is float64 (1,), but it must be float64 (2,)": put("losses", torch.zeros(1, dtype=torch.float64)),
     "windows is absent": lambda tensors: tensors.pop("windows"),
-    "more is float32 (2,), but it must be absent": lambda tensors: tensors.update(more=torch.zeros(2)),
+    "more is float32 (2,), but it must be absent": put("more", torch.zeros(2)),
 }
 
 
@@ -501,9 +481,9 @@ DAMAGED = {
         (spoil_by(lambda content: content[:50]), "is truncated, or no checkpoint"),
         (spoil_by(lambda content: b""), "is truncated, or no checkpoint"),
         (spoil_by(lambda content: b"hello, world" * 50), "is truncated, or no checkpoint"),
-        (spoil_header, "no training run of this project wrote it"),
-        (spoil_text("{"), "is damaged: Expecting"),
-        (spoil_text("[]"), "is damaged: its header is no object"),
+        (spoil_header(), "no training run of this project wrote it"),
+        (spoil_header(moeblaze_ref="{"), "is damaged: Expecting"),
+        (spoil_header(moeblaze_ref="[]"), "is damaged: its header is no object"),
         (spoil_fields(format=None), "is damaged: its header has no format"),
         (spoil_fields(format=1), "is of format 1, but this version reads format 2"),
         (spoil_fields(settings=None, digest=None), "is damaged: its header has no digest, settings"),
@@ -513,11 +493,10 @@ DAMAGED = {
 )
 def test_a_damaged_checkpoint_is_refused_and_kept(spoil, message, folder):
     spoil(folder / CHECKPOINT)
-    before, training = contents(folder), trainer(replace(SETTINGS, steps=2))
+    training = trainer(replace(SETTINGS, steps=2))
     untouched = {name: tensor.clone() for name, tensor in training.tensors().items()}
-    with pytest.raises(CheckpointError, match=message):
+    with refused(folder, CheckpointError, message):
         run(training, folder, resume=True)
-    assert contents(folder) == before
     assert training.tensors().keys() == untouched.keys()
     assert all(torch.equal(tensor, untouched[name]) for name, tensor in training.tensors().items())
 
@@ -531,20 +510,17 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused(folder):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << random.randrange(8)
         (folder / CHECKPOINT).write_bytes(flipped)
-        for load in (
-            lambda: checkpoint.load(folder / CHECKPOINT, fresh),
-            lambda: checkpoint.load_model(folder / CHECKPOINT),
-        ):
-            with pytest.raises(CheckpointError, match="checkpoint.safetensors"):
-                load()
+        with pytest.raises(CheckpointError, match="checkpoint.safetensors"):
+            checkpoint.load(folder / CHECKPOINT, fresh)
+        with pytest.raises(CheckpointError, match="checkpoint.safetensors"):
+            checkpoint.load_model(folder / CHECKPOINT)
 
 
 def test_a_field_that_only_the_checkpoint_has_is_compared(tmp_path):
     settings = replace(SETTINGS, steps=1, layer="capacity", layer_options={"capacity_factor": 2.0})
     train_in(tmp_path, settings)
-    with pytest.raises(
-        CheckpointError, match="its settings.layer_options.capacity_factor is 2.0, but here it is 'absent'"
-    ):
+    message = "its settings.layer_options.capacity_factor is 2.0, but here it is 'absent'"
+    with pytest.raises(CheckpointError, match=message):
         train_in(tmp_path, replace(settings, layer_options={}), resume=True)
 
 
@@ -578,13 +554,8 @@ def test_a_checkpoint_that_may_not_be_read_says_so(folder, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_checkpoint_of_before(folder):
-    before = contents(folder)
-    with (
-        files_of_at_most(10_000),
-        pytest.raises(OSError, match="checkpoint.safetensors cannot be written: .*too large"),
-    ):
+    with files_of_at_most(10_000), refused(folder, OSError, "checkpoint.safetensors cannot be written: .*too large"):
         checkpoint.save(folder / CHECKPOINT, trainer())
-    assert contents(folder) == before
 
 
 def test_the_steps_of_a_checkpoint_are_read_without_its_tensors(folder):
@@ -632,9 +603,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(l
 def test_a_run_that_fails_at_once_has_kept_nothing(tmp_path):
     training = trainer()
     nn.init.constant_(training.model.embedding.weight, math.inf)
-    with pytest.raises(
-        NonFinite, match="loss after it is nan; the activations of embedding are .*No checkpoint was written"
-    ):
+    message = "loss after it is nan; the activations of embedding are .*No checkpoint was written"
+    with pytest.raises(NonFinite, match=message):
         run(training, tmp_path)
 
 
@@ -659,9 +629,8 @@ def test_a_weight_that_is_not_finite_replaces_no_checkpoint(tmp_path):
 def test_validation_that_is_not_finite_names_the_module():
     training = trainer()
     nn.init.constant_(training.model.blocks[1].moe.w3, 3e38)
-    with pytest.raises(
-        NonFinite, match="step 0: the validation loss after it is .*; the activations of blocks.1.moe are"
-    ):
+    message = "step 0: the validation loss after it is .*; the activations of blocks.1.moe are"
+    with pytest.raises(NonFinite, match=message):
         training.validate(2)
 
 
@@ -784,9 +753,8 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 def test_a_text_shorter_than_a_window_is_refused():
     short = data.Corpus(torch.zeros(17, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8))
-    with pytest.raises(
-        ValueError, match="the validation text has 16 bytes, but a window of 16 and its next byte need 17"
-    ):
+    message = "the validation text has 16 bytes, but a window of 16 and its next byte need 17"
+    with pytest.raises(ValueError, match=message):
         trainer(corpus=short)
 
 
@@ -802,19 +770,9 @@ def test_the_standard_library_is_documentation_and_sources():
 # The command
 
 
-def moeblaze(*arguments):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", *map(str, arguments)])
-
-
-@pytest.fixture
-def texts(tmp_path):
-    write(tmp_path / "texts", {name: content * 400 for name, content in FILES.items()})
-    return tmp_path / "texts"
-
-
 def test_the_command_trains_and_goes_on(tmp_path, texts):
     train = ("--layer", "oracle", "--steps", 2, "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
-    done = moeblaze(*train)
+    done = moeblaze("train", *train)
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in (tmp_path / "run" / LOG).read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 2] and lines[1]["tokens_per_second"] > 0
@@ -822,9 +780,9 @@ def test_the_command_trains_and_goes_on(tmp_path, texts):
         f"2 steps: validation loss {lines[0]['validation_loss']:.3f} -> {lines[-1]['validation_loss']:.3f}"
         in done.stdout
     )
-    again = moeblaze(*train)
+    again = moeblaze("train", *train)
     assert again.exit_code == 2 and "holds a run already" in again.output
-    assert moeblaze(*train, "--resume").exit_code == 0
+    assert moeblaze("train", *train, "--resume").exit_code == 0
     assert len((tmp_path / "run" / LOG).read_text().splitlines()) == 4
 
 
@@ -835,7 +793,7 @@ def test_the_command_stops_at_a_loss_that_is_not_finite(tmp_path, texts, monkeyp
         nn.init.constant_(training.model.embedding.weight, math.nan)
         return training
 
-    done = moeblaze("--layer", "oracle", "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
+    done = moeblaze("train", "--layer", "oracle", "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
     assert done.exit_code == 1 and "error: step 0" in done.output
 
 
@@ -858,9 +816,8 @@ def test_the_command_stops_at_a_loss_that_is_not_finite(tmp_path, texts, monkeyp
 )
 def test_the_command_says_what_is_allowed_and_writes_nothing(arguments, message, tmp_path, texts):
     known = ("--data", texts) if "--data" not in arguments else ()
-    done = moeblaze(
-        "--out", tmp_path / "run", *known, *(() if "--device" in arguments else ("--device", "cpu")), *arguments
-    )
+    device = () if "--device" in arguments else ("--device", "cpu")
+    done = moeblaze("train", "--out", tmp_path / "run", *known, *device, *arguments)
     assert done.exit_code == 2 and message in done.output, done.output
     assert not (tmp_path / "run").exists()
 
@@ -889,5 +846,5 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, texts, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run", stopped)
-    done = moeblaze("--layer", "oracle", "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
+    done = moeblaze("train", "--layer", "oracle", "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
     assert done.exit_code == 130 and "--resume goes on from the last checkpoint" in done.output

@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import SHAPES, Shape
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_layers import gradients, make_layer, make_x, same_bits
 
 from moeblaze_ref.backends.numpy_ref import capacity as specification
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
@@ -15,7 +16,6 @@ from moeblaze_ref.memory import measure, waste
 from moeblaze_ref.memory.accounting import Assumptions, account
 from moeblaze_ref.memory.measured import measured
 from moeblaze_ref.nn import systems
-from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_capacity import CapacityMoE, DynamicCapacityMoE
 from moeblaze_ref.nn.torch_memory_optimized import MemoryOptimizedMoE
 from moeblaze_ref.nn.torch_sequential import SequentialMoE
@@ -191,43 +191,22 @@ def _resolved(path):
     return __import__(path, fromlist=["_"]) if name.islower() else getattr(__import__(module, fromlist=["_"]), name)
 
 
-def state_and_input(layer, dtype=torch.float32):
-    torch.manual_seed(0)
-    module = layer(16, 24, 5, 3, dtype=dtype)
-    return module, torch.randn(37, 16, dtype=dtype, requires_grad=True)
-
-
-def gradients(module, x, **how):
-    result = module(x)
-    loss = (result.out.float() * torch.linspace(-1, 1, result.out.numel()).view(37, 16)).sum()
-    loss = loss + 0.7 * result.load_balancing_loss + 0.3 * result.router_z_loss
-    return [result.out, *torch.autograd.grad(loss, [x, *module.parameters()], **how)]
+def out_and_gradients(layer, x):
+    return {"out": layer(x).out, **gradients(layer, x)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_computing_the_activation_again_changes_no_bit(dtype):
-    module, x = state_and_input(lambda *sizes, **how: MemoryOptimizedMoE(*sizes, block=BLOCK, **how), dtype)
-    other = BlockSparseMoE(16, 24, 5, 3, block=BLOCK, dtype=dtype)
-    other.load_state_dict(module.state_dict())
-    for found, expected in zip(gradients(module, x), gradients(other, x), strict=True):
-        assert torch.equal(found, expected) and found.any()
+    x = make_x(dtype=dtype)
+    layers = [make_layer(system, dtype=dtype) for system in ("megablocks_memory_optimized", "megablocks")]
+    found, expected = (out_and_gradients(layer, x) for layer in layers)
+    assert same_bits(found, expected) and all(tensor.any() for tensor in found.values())
 
 
-def test_a_second_backward_gives_the_same_bits_or_raises():
-    module, x = state_and_input(lambda *sizes, **how: MemoryOptimizedMoE(*sizes, block=BLOCK, **how))
-    loss, leaves = module(x).out.square().sum(), [x, *module.parameters()]
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    second = torch.autograd.grad(loss, leaves)
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("layer", [SequentialMoE, DynamicCapacityMoE])
-def test_the_same_input_gives_the_same_bits(layer):
-    module, x = state_and_input(layer)
-    for one, other in zip(gradients(module, x), gradients(module, x), strict=True):
-        assert torch.equal(one, other)
+@pytest.mark.parametrize("system", ["sequential", "dynamic_capacity"])
+def test_the_same_input_gives_the_same_bits(system):
+    layer, x = make_layer(system), make_x()
+    assert same_bits(out_and_gradients(layer, x), out_and_gradients(layer, x))
 
 
 class Waits(TorchDispatchMode):
@@ -244,11 +223,11 @@ class Waits(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("layer", "times"), [(CapacityMoE, 0), (DynamicCapacityMoE, 1), (SequentialMoE, 5)])
-def test_how_often_the_host_waits(layer, times):
-    module, x = state_and_input(layer)
+@pytest.mark.parametrize(("system", "times"), [("capacity", 0), ("dynamic_capacity", 1), ("sequential", 5)])
+def test_how_often_the_host_waits(system, times):
+    layer, x = make_layer(system), make_x()
     with Waits() as waits:
-        module(x)
+        layer(x)
     assert waits.count == times
 
 
@@ -259,10 +238,8 @@ def test_the_dynamic_capacity_drops_nothing_where_a_fixed_one_does():
     case = Shape(37, 16, 24, 5, 2, "zipf").case()
     chosen = torch.from_numpy(case.topk_experts).int()
     x = torch.tensor(case.x, dtype=torch.float32)
-    dynamic, fixed = DynamicCapacityMoE(16, 24, 5, 2), CapacityMoE(16, 24, 5, 2, capacity_factor=1.0)
-    fixed.load_state_dict(dynamic.state_dict())
-    sequential = SequentialMoE(16, 24, 5, 2)
-    sequential.load_state_dict(dynamic.state_dict())
+    dynamic, sequential = (make_layer(system, k=2) for system in ("dynamic_capacity", "sequential"))
+    fixed = make_layer("capacity", k=2, capacity_factor=1.0)
     found, dropping, expected = (module(x, chosen).out.detach() for module in (dynamic, fixed, sequential))
     assert relative_error(found, expected) < 1e-5 < relative_error(dropping, expected)
     assert dynamic.dropped_slots == dynamic.lost_tokens == 0 < fixed.dropped_slots

@@ -1,7 +1,6 @@
 """MegaBlocks' torch layer: gradients against the oracle, and the company of torch's own machinery."""
 
 import itertools
-import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from stages import alter
-from torch.utils.checkpoint import checkpoint
+from torch_layers import SIZES, L, gradients, loss_of, make_x, same_bits
+from torch_layers import make_layer as make_system
 
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.registry import BACKENDS
@@ -21,7 +21,6 @@ from moeblaze_ref.memory.accounting import Assumptions, megablocks_step_account
 from moeblaze_ref.memory.waste import compare
 from moeblaze_ref.nn import systems, torch_node
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
-from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.torch_bridge import to_numpy
 from moeblaze_ref.runtime.torch_executor import TensorBridge, TorchExecutor
@@ -29,35 +28,7 @@ from moeblaze_ref.systems import megablocks
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import every_activation, relative_error
 
-SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
-L = 37  # no block divides the groups of its rows
-
-
-def make_layer(seed=0, **options):
-    torch.manual_seed(seed)
-    return BlockSparseMoE(**(SIZES | {"block": 8} | options))
-
-
-def make_x(*shape, seed=1, dtype=None):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*(shape or (L, SIZES["d"])), generator=generator).to(dtype).requires_grad_()
-
-
-def loss_of(result):
-    """A scalar to which every output of a layer contributes."""
-    weights = torch.linspace(-1.0, 1.0, result.out.numel()).reshape(result.out.shape)
-    losses = 0.7 * result.load_balancing_loss + 0.3 * result.router_z_loss
-    return (result.out.float() * weights).sum() + losses
-
-
-def gradients(layer, x, function=None):
-    """Gradients of `loss_of` by x and the parameters, by name."""
-    leaves = {"x": x, **dict(layer.named_parameters())}
-    return dict(zip(leaves, torch.autograd.grad(loss_of((function or layer)(x)), leaves.values()), strict=True))
-
-
-def same_bits(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+make_layer = partial(make_system, "megablocks")
 
 
 # Against the oracle
@@ -156,7 +127,7 @@ def test_a_gradient_that_is_damaged_is_caught(name, damage, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"renormalize": True}, {"activation": "gelu"}], ids=str)
 def test_it_is_the_same_layer_as_moeblaze(options):
     ours, x = make_layer(**options), make_x()
-    other = MoELayer(**SIZES, **options)
+    other = make_system(**options)
     other.load_state_dict(ours.state_dict())
     found, expected = gradients(ours, x), gradients(other, x)
     for name in expected:
@@ -234,82 +205,15 @@ def test_the_peak_of_a_step_is_the_accountings(activation, largest, monkeypatch)
 # Torch's machinery
 
 
-def test_leading_dimensions_and_strides():
-    layer, x = make_layer(), make_x(3, 4, 16)
-    result = layer(x)
-    assert result.out.shape == x.shape and result.topk_experts.shape == (12, 3)
-    assert torch.equal(result.out.reshape(-1, 16), layer(x.reshape(-1, 16)).out)
-    strided = x.detach().transpose(0, 1).requires_grad_()
-    (found,) = torch.autograd.grad(layer(strided).out.sum(), strided)  # sum's gradient is an expanded scalar
-    (expected,) = torch.autograd.grad(layer(x).out.sum(), x)
-    assert torch.equal(found.transpose(0, 1), expected)
-
-
-def test_no_tokens():
-    layer = make_layer()
-    result = layer(make_x(0, 16))
-    loss_of(result).backward()
-    assert result.out.shape == (0, 16)
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.parameters())
-
-
 def test_a_routing_that_is_given_is_replayed():
     layer, x = make_layer(renormalize=True), make_x()
     given = torch.tensor([[4, 2, 0], [3, 4, 1]] * L, dtype=torch.int32)[:L]
-    other = MoELayer(**SIZES, renormalize=True)
+    other = make_system(renormalize=True)
     other.load_state_dict(layer.state_dict())
     found, expected = (gradients(one, x, lambda x, one=one: one(x, given)) for one in (layer, other))
     assert torch.equal(layer(x, given).topk_experts, given)
     for name in expected:
         assert relative_error(found[name], expected[name]) < 1e-6, name
-
-
-@pytest.mark.parametrize("context", [{}, {"context_fn": keep_routing}], ids=["routing again", "routing kept"])
-def test_activation_checkpointing_changes_no_bit(context):
-    layer, x = make_layer(), make_x()
-    expected = gradients(layer, x)
-    found = gradients(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False, **context))
-    assert same_bits(found, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_computes_in_its_dtype_and_returns_gradients_in_that_of_the_weights(dtype):
-    layer, x = make_layer(), make_x()
-    with torch.autocast("cpu", dtype=dtype):
-        found = gradients(layer, x)
-        assert layer(x).out.dtype == dtype
-    narrow = make_layer(dtype=dtype)
-    narrow.load_state_dict(layer.state_dict())
-    expected = gradients(narrow, x.detach().to(dtype).requires_grad_())
-    assert all(gradient.dtype == torch.float32 for gradient in found.values())
-    assert same_bits(found, {name: gradient.float() for name, gradient in expected.items()})
-
-
-def test_a_second_backward_gives_the_same_bits_or_raises():
-    layer, x = make_layer(), make_x()
-    loss, leaves = loss_of(layer(x)), [x, *layer.parameters()]
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    second = torch.autograd.grad(loss, leaves)
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-def test_a_second_derivative_raises():
-    layer, x = make_layer(), make_x()
-    with pytest.raises(RuntimeError, match="BlockSparseMoE has no second derivative"):
-        torch.autograd.grad(loss_of(layer(x)), x, create_graph=True)
-
-
-@pytest.mark.parametrize("overwritten", ["x", "w1", "topk_experts"])
-def test_an_overwritten_tensor_raises_instead_of_giving_garbage(overwritten):
-    layer, x = make_layer(), make_x()
-    leaf = x.clone()
-    result = layer(leaf)
-    with torch.no_grad():
-        {"x": leaf, "w1": layer.w1, "topk_experts": result.topk_experts}[overwritten].zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss_of(result).backward()
 
 
 # What the backward need not launch, by what needs no gradient.
@@ -345,14 +249,6 @@ def test_what_is_frozen_is_not_computed_and_changes_no_other_bit(frozen, monkeyp
         assert leaf.grad is None if name in names else torch.equal(leaf.grad, expected[name]), name
 
 
-def test_without_gradients_nothing_is_kept_and_the_output_is_the_same():
-    layer, x = make_layer(), make_x()
-    with torch.no_grad():
-        quiet = layer(x)
-    assert not quiet.out.requires_grad and torch.equal(quiet.out, layer(x).out)
-    assert measure.kept_bytes(make_layer().requires_grad_(False), x.detach()) == 0
-
-
 def test_what_autograd_keeps_is_what_hooks_give_back():
     """A hook that moves what is kept, as one that offloads it does, is asked for every tensor again."""
     layer, x = make_layer(), make_x()
@@ -360,25 +256,6 @@ def test_what_autograd_keeps_is_what_hooks_give_back():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor.clone()):
         found = gradients(layer, x)
     assert same_bits(found, expected)
-
-
-def test_not_a_number_travels_as_in_torch():
-    layer, x = make_layer(), make_x()
-    with torch.no_grad():
-        x[3] = float("nan")
-    out = layer(x).out
-    others = [i for i in range(L) if i != 3]
-    assert out[3].isnan().all() and not out[others].isnan().any()
-
-
-def test_compiled_models_run_the_layer_as_it_is(caplog):
-    layer, x = make_layer(), make_x()
-    assert layer.executor is None
-    model = torch.compile(lambda x: 2 * layer(3 * x).out, backend="eager")
-    with caplog.at_level(logging.INFO, logger="moeblaze_ref"):
-        assert torch.equal(model(x), 2 * layer(3 * x).out)
-    assert layer.executor == "simt"
-    assert f"{layer!r} runs on simt" in caplog.text
 
 
 # In a model
@@ -395,60 +272,6 @@ def test_a_model_learns_with_it_as_with_plain_torch():
     assert isinstance(MoETransformer(tiny, blocks).blocks[0].moe, BlockSparseMoE)
     found, expected = (train(tiny, 2, batch=2, moe=moe).losses for moe in (blocks, "oracle"))
     assert found == pytest.approx(expected, rel=1e-5) and found[0] != found[1]
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"block": 16}, ValueError, "h is 24, but it must be a multiple of the block size 16"),
-        ({"block": 128}, ValueError, "h is 24, but it must be a multiple of the block size 128"),
-        ({"block": 0}, ValueError, "block is 0, but it must be >= 1"),
-        ({"block": 8.0}, TypeError, "block is 8.0"),
-        ({"version": "3_mma_tf32"}, ValueError, "unknown version of block_sparse '3_mma_tf32'"),
-        ({"k": 6}, ValueError, "k is 6, but there are only 5 experts"),
-        ({"E": 1025}, ValueError, r"num_experts is 1025, but it must be 1..1024"),
-        ({"activation": "swish"}, ValueError, "unknown activation 'swish'. Did you mean 'swiglu'"),
-        ({"dtype": torch.float64}, TypeError, "dtype is torch.float64, but it must be torch.float32 or torch.bfloat16"),
-    ],
-)
-def test_bad_options(options, error, message):
-    with pytest.raises(error, match=message):
-        make_layer(**options)
-
-
-X = torch.zeros(4, 16)
-CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments", "error", "message"),
-    [
-        ({}, ([[1.0]],), TypeError, "x is a list, but it must be a Tensor"),
-        ({}, (X.to("meta"),), ValueError, "x is on meta, but BlockSparseMoE runs on cuda"),
-        ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
-        ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),
-        (
-            {"version": "7_persistent", "dtype": torch.float16},
-            (X.half(),),
-            ValueError,
-            "needs a multiple of 128; use 3_mma",
-        ),
-        ({"version": "3_mma"}, (X,), TypeError, "3_mma of block_sparse computes in float16 or bfloat16"),
-    ],
-)
-def test_bad_input(options, arguments, error, message):
-    with pytest.raises(error, match=message):
-        make_layer(**options)(*arguments)
-
-
-def test_weights_that_disagree_are_named():
-    layer = make_layer()
-    layer.w3 = torch.nn.Parameter(torch.zeros(5, 23, 16))
-    with pytest.raises(ValueError, match=r"w3 has shape \(5, 23, 16\), but it must be \(E=5, h=24, d=16\)"):
-        layer(X)
 
 
 def test_it_says_what_it_is():

@@ -1,7 +1,6 @@
 """The torch layer: gradients against the oracle, what autograd keeps, and the company of torch's own machinery."""
 
 import itertools
-import logging
 import os
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ import torch
 from stages import alter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch_layers import SIZES, L, all_equal, gradients, loss_of, make_layer, make_x, same_bits
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.registry import BACKENDS
@@ -24,41 +24,10 @@ from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.oracle import OracleMoE
-from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
+from moeblaze_ref.nn.torch_layer import keep_routing
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.verify import check, comparisons
 from moeblaze_ref.verify.cases import every_choice, paired_options, relative_error, single_gradients, wide_block_cases
-
-SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
-L = 37  # no tile divides it
-
-
-def make_layer(seed=0, **options):
-    torch.manual_seed(seed)
-    return MoELayer(**(SIZES | options))
-
-
-def make_x(*shape, seed=1, dtype=None):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*(shape or (L, SIZES["d"])), generator=generator).to(dtype).requires_grad_()
-
-
-def loss_of(result):
-    """A scalar to which every output of a layer contributes."""
-    weights = torch.linspace(-1.0, 1.0, result.out.numel()).reshape(result.out.shape)
-    losses = 0.7 * result.load_balancing_loss + 0.3 * result.router_z_loss
-    return (result.out.float() * weights).sum() + losses
-
-
-def gradients(layer, x, function=None):
-    """Gradients of `loss_of` by x and the parameters, by name."""
-    leaves = {"x": x, **dict(layer.named_parameters())}
-    return dict(zip(leaves, torch.autograd.grad(loss_of((function or layer)(x)), leaves.values()), strict=True))
-
-
-def same_bits(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
 
 # Against the oracle
 
@@ -155,16 +124,6 @@ def test_autograd_keeps_what_the_accounting_says(activation, policy, dtype):
     assert sorted(storage.bytes for storage in kept) == sorted(tensor.bytes for tensor in one.tensors if tensor.kept)
 
 
-def test_without_gradients_nothing_is_kept_and_the_output_is_the_same():
-    layer, x = make_layer(policy="conventional"), make_x()
-    with torch.no_grad():
-        quiet = layer(x)
-    assert not quiet.out.requires_grad
-    assert torch.equal(quiet.out, layer(x).out)
-    frozen = make_layer(policy="conventional").requires_grad_(False)
-    assert measure.kept_bytes(frozen, x.detach()) == 0
-
-
 @pytest.mark.parametrize("retain", [True, False], ids=["graph retained", "graph used up"])
 def test_the_backward_frees_what_the_forward_kept(retain, monkeypatch):
     """By the time of the router's gradient, unless the graph is retained for another backward."""
@@ -192,18 +151,6 @@ def saved_by(out):
 
 
 # Torch's machinery
-
-
-def test_leading_dimensions_and_strides():
-    layer, x = make_layer(), make_x(3, 4, 16)
-    result = layer(x)
-    assert result.out.shape == x.shape
-    assert result.topk_experts.shape == (12, 3)
-    assert torch.equal(result.out.reshape(-1, 16), layer(x.reshape(-1, 16)).out)
-    strided = x.detach().transpose(0, 1).requires_grad_()
-    (found,) = torch.autograd.grad(layer(strided).out.sum(), strided)  # sum's gradient is an expanded scalar
-    (expected,) = torch.autograd.grad(layer(x).out.sum(), x)
-    assert torch.equal(found.transpose(0, 1), expected)
 
 
 def test_negated_views_and_strided_weights():
@@ -236,15 +183,6 @@ def test_more_routed_rows_than_int32_numbers_are_refused(monkeypatch):
         ValueError, match=r"R = L \* k = 4 \* 3 = 12, but int32 indices allow at most .* 11 routed rows"
     ):
         make_layer()(make_x(4, 16))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_no_tokens(policy):
-    layer = make_layer(policy=policy)
-    result = layer(make_x(0, 16))
-    result.out.sum().backward()
-    assert result.out.shape == (0, 16)
-    assert all(not parameter.grad.any() for parameter in layer.parameters())
 
 
 def test_one_loss_alone_reaches_the_router_only():
@@ -313,35 +251,14 @@ def test_what_is_frozen_costs_no_launch(frozen, monkeypatch):
         assert leaf.grad is None or torch.equal(leaf.grad, gradient)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_computes_in_its_dtype_and_returns_gradients_in_that_of_the_weights(dtype):
-    layer, x = make_layer(), make_x()
-    with torch.autocast("cpu", dtype=dtype):
-        found = gradients(layer, x)
-        assert layer(x).out.dtype == dtype
-    narrow = make_layer(dtype=dtype)
-    narrow.load_state_dict(layer.state_dict())
-    expected = gradients(narrow, x.detach().to(dtype).requires_grad_())
-    assert all(gradient.dtype == torch.float32 for gradient in found.values())
-    assert same_bits(found, {name: gradient.float() for name, gradient in expected.items()})
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64, torch.bool])
 def test_autocast_casts_no_other_kind_of_number(dtype):
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=f"x has dtype {dtype}, but"):
         make_layer()(torch.ones(4, 16).to(dtype))
 
 
-@pytest.mark.parametrize("context", [{}, {"context_fn": keep_routing}], ids=["routing again", "routing kept"])
-def test_activation_checkpointing_changes_no_bit(context):
-    layer, x = make_layer(), make_x()
-    expected = gradients(layer, x)
-    found = gradients(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False, **context))
-    assert same_bits(found, expected)
-
-
 def test_the_recomputation_replays_the_routing_of_both_layers():
-    first, second, chosen = make_layer(0), make_layer(1), []
+    first, second, chosen = make_layer(seed=0), make_layer(seed=1), []
 
     def region(x):
         """A recomputation that sees other inputs: what dropout without its random state would do."""
@@ -354,7 +271,7 @@ def test_the_recomputation_replays_the_routing_of_both_layers():
     with set_checkpoint_early_stop(False):
         checkpoint(region, make_x(), use_reentrant=False, context_fn=keep_routing).backward()
         assert len(chosen) == 4
-        assert all(torch.equal(*pair) for pair in zip(chosen[:2], chosen[2:], strict=True))
+        assert all_equal(chosen[:2], chosen[2:])
         chosen.clear()
         checkpoint(region, make_x(), use_reentrant=False).backward()
         assert not torch.equal(chosen[0], chosen[2])
@@ -366,7 +283,7 @@ GIVEN = torch.tensor([[4, 2, 0]] * L, dtype=torch.int32)
 @pytest.mark.parametrize("inner", [{}, {"context_fn": keep_routing}], ids=["inner plain", "inner keeps"])
 @pytest.mark.parametrize("outer", [{}, {"context_fn": keep_routing}], ids=["outer plain", "outer keeps"])
 def test_checkpoints_nest_and_take_given_routings(inner, outer):
-    first, second, third = (make_layer(seed) for seed in range(3))
+    first, second, third = (make_layer(seed=seed) for seed in range(3))
     x = make_x()
 
     def region(x, nested):
@@ -382,7 +299,7 @@ def test_checkpoints_nest_and_take_given_routings(inner, outer):
     loss = loss_of(checkpoint(region, x, nested, use_reentrant=False, **outer))
     for retain in (True, False):  # the second backward recomputes once more
         found = torch.autograd.grad(loss, leaves, retain_graph=retain)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert all_equal(found, expected)
 
 
 def test_a_recomputation_that_is_another_says_so():
@@ -422,74 +339,9 @@ def test_a_given_routing_is_replayed():
     assert relative_error(d_wg, truth) <= 1e-5
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_second_backward_gives_the_same_bits_or_raises(policy):
-    layer, x = make_layer(policy=policy), make_x()
-    loss = loss_of(layer(x))
-    first = torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
-    second = torch.autograd.grad(loss, [x, *layer.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_second_backward_is_not_fooled_by_hooks(policy):
-    """Whoever holds what autograd saved, as a hook does, sees it overwritten; autograd does not read it again."""
-    layer, x = make_layer(policy=policy), make_x()
-    leaves = [x, *layer.parameters()]
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        loss = loss_of(layer(x))
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    second = torch.autograd.grad(loss, leaves)
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("overwritten", ["x", "w1", "topk_experts"])
-def test_an_overwritten_tensor_raises_instead_of_giving_garbage(overwritten):
-    layer, x = make_layer(), make_x()
-    leaf = x.clone()
-    result = layer(leaf)
-    loss_of(result).backward(retain_graph=True)
-    with torch.no_grad():
-        {"x": leaf, "w1": layer.w1, "topk_experts": result.topk_experts}[overwritten].zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss_of(result).backward()
-
-
-def test_a_second_derivative_raises():
-    layer, x = make_layer(), make_x()
-    with pytest.raises(RuntimeError, match="MoELayer has no second derivative"):
-        torch.autograd.grad(loss_of(layer(x)), x, create_graph=True)
-
-
-def test_compiled_models_run_the_layer_as_it_is():
-    layer, x, graphs = make_layer(), make_x(), []
-
-    def backend(graph, inputs):
-        graphs.append([node.name for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    model = torch.compile(lambda x: 2 * layer(3 * x).out, backend=backend)
-    assert torch.equal(model(x), 2 * layer(3 * x).out)
-    assert layer.executor == "simt"
-    assert graphs == [["mul"], ["mul"]]
-
-
 def test_who_compiles_nothing_waits_for_no_compiler():
     source = "import sys, moeblaze_ref.nn.torch_layer; sys.exit('torch._dynamo' in sys.modules)"
     assert processes.run([sys.executable, "-c", source]).returncode == 0
-
-
-def test_not_a_number_travels_as_in_torch():
-    layer, x = make_layer(), make_x()
-    with torch.no_grad():
-        x[3] = float("nan")
-    result = layer(x)
-    others = [i for i in range(L) if i != 3]
-    assert result.out[3].isnan().all() and not result.out[others].isnan().any()
 
 
 def test_it_learns():
@@ -508,17 +360,6 @@ def test_it_learns():
 # Which layer it is
 
 
-def test_the_executor_is_recorded_and_logged(caplog):
-    layer = make_layer()
-    assert layer.executor is None
-    with caplog.at_level(logging.INFO, logger="moeblaze_ref"):
-        layer(make_x())
-        layer(make_x())
-    assert layer.executor == "simt"
-    (message,) = (record.getMessage() for record in caplog.records if record.name == "moeblaze_ref.nn.torch_layer")
-    assert message.endswith("runs on simt")
-
-
 def test_without_an_executor_it_raises_and_plain_torch_does_not_step_in():
     program = "import torch; from moeblaze_ref.nn.torch_layer import MoELayer; MoELayer(8, 8, 2, 1)(torch.zeros(4, 8))"
     environment = os.environ | {"CXX": "no-such-compiler"}
@@ -531,66 +372,7 @@ def test_the_state_is_the_oracles():
     layer, plain = make_layer(seed=3), OracleMoE(**SIZES)
     plain.load_state_dict(layer.state_dict())
     torch.manual_seed(3)
-    assert all(torch.equal(*pair) for pair in zip(layer.parameters(), OracleMoE(**SIZES).parameters(), strict=True))
+    assert all_equal(layer.parameters(), OracleMoE(**SIZES).parameters())
     assert repr(layer) == (
         "MoELayer(d=16, h=24, E=5, k=3, activation=swiglu, renormalize=False, policy=minimal, version=default)"
     )
-
-
-# Bad input
-
-X = torch.zeros(4, 16)
-CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"k": 6}, ValueError, "k is 6, but there are only 5 experts"),
-        ({"d": 0}, ValueError, "d is 0, but it must be >= 1"),
-        ({"E": 1025}, ValueError, r"num_experts is 1025, but it must be 1..1024"),
-        ({"E": 64, "k": 33}, ValueError, r"k is 33, but it must be 1..32"),
-        ({"activation": "swish"}, ValueError, "unknown activation 'swish'. Did you mean 'swiglu'"),
-        ({"policy": "minimum"}, ValueError, "unknown policy 'minimum'. Did you mean 'minimal'"),
-        ({"dtype": torch.float64}, TypeError, "dtype is torch.float64, but it must be torch.float32 or torch.bfloat16"),
-        ({"version": "2_tile"}, ValueError, "unknown version of layer '2_tile'. Did you mean '2_tiled'"),
-    ],
-)
-def test_bad_options(options, error, message):
-    with pytest.raises(error, match=message):
-        make_layer(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments", "error", "message"),
-    [
-        ({}, ([[1.0]],), TypeError, "x is a list, but it must be a Tensor"),
-        ({}, (X.int(),), TypeError, "x has dtype torch.int32, but it must be torch.float32 or"),
-        ({}, (X.double(),), TypeError, "x has dtype torch.float64, but it must be torch.float32 or"),
-        ({}, (X.bfloat16(),), TypeError, "wg is torch.float32, but x is torch.bfloat16"),
-        ({}, (X.to("meta"),), ValueError, "x is on meta, but MoELayer runs on cuda"),
-        ({"device": "meta"}, (X,), ValueError, "wg is on meta, but x is on cpu"),
-        ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
-        (
-            {"version": "3_mma"},
-            (X,),
-            TypeError,
-            "3_mma of expert_up computes in float16 or bfloat16, but x is float32",
-        ),
-        ({}, (X, CHOICE.long()), TypeError, "topk_experts has dtype torch.int64, but it must be torch.int32"),
-        ({}, (X, CHOICE[:3]), ValueError, r"topk_experts has shape \(3, 3\), but it must be \(L=4, k=3\)"),
-        ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),
-        ({}, (X, CHOICE * 0), ValueError, r"topk_experts\[0\] names expert 0 twice"),
-        ({}, (X, CHOICE.to("meta")), ValueError, "topk_experts is on meta, but x is on cpu"),
-    ],
-)
-def test_bad_input(options, arguments, error, message):
-    with pytest.raises(error, match=message):
-        make_layer(**options)(*arguments)
-
-
-def test_weights_that_disagree_are_named():
-    layer = make_layer()
-    layer.w3 = torch.nn.Parameter(torch.zeros(5, 23, 16))
-    with pytest.raises(ValueError, match=r"w3 has shape \(5, 23, 16\), but it must be \(E=5, h=24, d=16\)"):
-        layer(X)

@@ -4,20 +4,14 @@ import pytest
 import torch
 from torch import func
 from torch.autograd import forward_ad
+from torch_layers import all_equal, make_layer
 
 from moeblaze_ref.nn.systems import SYSTEMS
-from moeblaze_ref.nn.torch_layer import MoELayer, MoEModule
+from moeblaze_ref.nn.torch_layer import MoEModule
 
-SIZES = {"d": 16, "h": 64, "E": 5, "k": 3}
 LAYERS = sorted(name for name, system in SYSTEMS.items() if issubclass(system, MoEModule))
 KERNEL_LAYERS = ["megablocks", "megablocks_memory_optimized", "moeblaze"]
 X = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
-
-
-def make_layer(system="moeblaze"):
-    torch.manual_seed(0)
-    options = {"block": 16} if system.startswith("megablocks") else {}
-    return SYSTEMS[system](**SIZES, **options)
 
 
 def copies(layer, n):
@@ -105,10 +99,10 @@ def test_functional_call_runs_on_the_weights_that_it_is_given(system):
     assert torch.equal(found, expected)
     gradients = torch.autograd.grad(found.sum(), weights.values())
     truth = torch.autograd.grad(expected.sum(), list(other.parameters()))
-    assert all(torch.equal(*pair) for pair in zip(gradients, truth, strict=True))
+    assert all_equal(gradients, truth)
 
 
 def test_a_compiled_model_in_one_graph_says_why_not():
-    layer = MoELayer(**SIZES)
+    layer = make_layer()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True"):
         torch.compile(lambda x: layer(x).out, backend="eager", fullgraph=True)(X)

@@ -56,6 +56,10 @@ NOT_PRINTED = {"moeblaze-fig3", "moeblaze-fig4", "moeblaze-fig5", "moeblaze-fig6
 NOT_REPRODUCED = {"megablocks-fig7", "megablocks-table3", "moetuner-measured"}
 
 
+H200 = "NVIDIA H200, 1, 2"
+HERE = {"device": "NVIDIA H100 80GB HBM3, 580, 81559 MiB", "clocks": None, "versions": {}, "commit": "c", "code": {}}
+
+
 def paper(*arguments):
     """Run ``moeblaze paper``."""
     return CliRunner().invoke(app, ["paper", *map(str, arguments)])
@@ -66,6 +70,35 @@ def rows():
     """Every claim, as recorded in docs/results."""
     recorded = Recorded()
     return [row for item in items.ITEMS.values() for row in item.rows(recorded)]
+
+
+@pytest.fixture
+def go_to(monkeypatch):
+    """Pretend to be on one H100; a call changes its facts, such as the commit."""
+
+    def go_to(**changes):
+        monkeypatch.setattr(provenance, "environment", lambda: HERE | changes)
+
+    monkeypatch.setattr(provenance, "clocks", lambda: "1980 MHz")
+    go_to()
+    return go_to
+
+
+@pytest.fixture
+def record(tmp_path, go_to):
+    """Add a run of one job to a file, on one H100 unless changed; return all that is recorded in the file."""
+
+    def record(item, rows, file="paper.json", **changes):
+        go_to(**changes)
+        list(results.record(tmp_path / file, item, [lambda: rows]))
+        return Recorded([tmp_path / file])
+
+    return record
+
+
+def by(column, item, recorded):
+    """The rows of an item by one of their columns."""
+    return {getattr(row, column): row for row in items.ITEMS[item].rows(recorded)}
 
 
 # The list -------------------------------------------------------------------------------------------------------------
@@ -376,12 +409,8 @@ def test_the_assignment_of_equation_8_costs_what_loops_say():
     C = np.random.default_rng(0).integers(1, 100, (3, 3, 3))
     cost = [[0, 1, 9], [1, 0, 9], [9, 9, 0]]
     slowest = [max(C[layer][a][b] * cost[a][b] for a in range(3) for b in range(3)) for layer in range(3)]
-    assert (
-        str(sum(slowest))
-        == {row.what: row.formula for row in items.ITEMS["moetuner-ilp2"].rows(Recorded())}[
-            "equation 8 for one assignment: sum over layers of the slowest pair"
-        ]
-    )
+    what = "equation 8 for one assignment: sum over layers of the slowest pair"
+    assert by("what", "moetuner-ilp2", Recorded())[what].formula == str(sum(slowest))
 
 
 def test_measured_bytes_that_are_not_the_formulas_fail():
@@ -433,13 +462,10 @@ def test_what_is_measured_says_on_which_device_and_commit(rows):
             assert row.sources == (), row
 
 
-def test_a_row_has_the_commits_of_its_runs(tmp_path, on_h100, monkeypatch):
-    path = tmp_path / "paper.json"
-    times = {"as_printed": 3.0, "3_mma_and_combine": 2.5}
+def test_a_row_has_the_commits_of_its_runs(record):
     for commit in ("a" * 40, "b" * 40):
-        monkeypatch.setattr(provenance, "environment", lambda commit=commit: HERE | {"commit": commit})
-        list(results.record(path, "moeblaze-3.1", [lambda: step_rows(**times)]))
-    rows = items.ITEMS["moeblaze-3.1"].rows(Recorded([path]))
+        recorded = record("moeblaze-3.1", step_rows(as_printed=3.0, **{"3_mma + combine": 2.5}), commit=commit)
+    rows = items.ITEMS["moeblaze-3.1"].rows(recorded)
     assert [row.as_dict()["sources"] for row in rows] == [
         [{"device": "H100", "commit": letter * 40} for letter in ("a", "b")]
     ]
@@ -448,14 +474,12 @@ def test_a_row_has_the_commits_of_its_runs(tmp_path, on_h100, monkeypatch):
     assert "H100: conf1 1.20x (H100 at aaaaaaa, bbbbbbb)" in console.file.getvalue()
 
 
-def test_a_speed_has_the_commits_of_the_runs_that_timed_both(tmp_path, on_h100, monkeypatch):
-    path, ours = tmp_path / "paper.json", speed_rows("moeblaze", "minimal", *[1] * 7)
+def test_a_speed_has_the_commits_of_the_runs_that_timed_both(record):
+    ours = speed_rows("moeblaze", "minimal", *[1] * 7)
     ours += [row | {"policy": "paper"} for row in ours]
     theirs = speed_rows("megablocks_published", None, *[2] * 7)
     for commit, rows in (("a", theirs[:2] + ours), ("b", theirs + ours), ("c", ours)):
-        monkeypatch.setattr(provenance, "environment", lambda commit=commit: HERE | {"commit": commit * 40})
-        list(results.record(path, "moeblaze-fig4", [lambda rows=rows: rows]))
-    recorded = Recorded([path])
+        recorded = record("moeblaze-fig4", rows, commit=commit * 40)
     shown = [row for name in ("abstract", "fig4") for row in items.ITEMS[f"moeblaze-{name}"].rows(recorded) if row.ours]
     commits = {row.what: "".join(source.commit[0] for source in row.sources) for row in shown}
     alone = {f"{name}, SiLU, policy {policy}" for name in PAPER_PRESETS[2:] for policy in ("paper", "minimal")}
@@ -503,7 +527,7 @@ def test_without_our_trace_the_rows_say_so(monkeypatch):
     monkeypatch.setattr(traced, "TRACE", traced.TRACE.with_name("elsewhere.npz"))
     (stable,) = items.ITEMS["moetuner-fig8"].rows(Recorded([]))
     assert (stable.verdict, stable.why) == (Verdict.NOT_MEASURED, traced.MISSING)
-    found = {row.printed: row for row in items.ITEMS["megablocks-fig2"].rows(Recorded([]))}
+    found = by("printed", "megablocks-fig2", Recorded([]))
     for printed in ("over 2x the MoE arithmetic", "as high as 11"):
         assert (found[printed].verdict, found[printed].why) == (Verdict.NOT_MEASURED, traced.MISSING)
     assert {row.ours for row in items.ITEMS["moetuner-measured"].rows(Recorded([]))} == {""}
@@ -516,7 +540,7 @@ def test_moetuners_tails_and_means_are_modelled(rows):
     assert "+0.0%" in ours["-34.8%, -22.5%"], "no map changes the sum of the tokens"
 
 
-def test_needed_factors_are_the_fullest_experts(tmp_path):
+def test_needed_factors_are_the_fullest_experts():
     topk = np.array([[[0], [1]], [[0], [2]], [[1], [2]], [[0], [3]]], np.int16)
     trace = RoutingTrace(topk, 4, seq=np.array([0, 1, 2, 3]), pos=np.zeros(4, np.int32))
     assert traced.needed_factors(trace, 4).tolist() == [[3.0, 2.0]]
@@ -525,14 +549,11 @@ def test_needed_factors_are_the_fullest_experts(tmp_path):
 
 # The file of runs -----------------------------------------------------------------------------------------------------
 
-HERE = {"device": "NVIDIA H100 80GB HBM3, 580, 81559 MiB", "clocks": None, "versions": {}, "commit": "c", "code": {}}
-
 
 @pytest.fixture
-def on_h100(monkeypatch):
-    """Results are recorded as if on one GPU."""
-    monkeypatch.setattr(provenance, "environment", lambda: dict(HERE))
-    monkeypatch.setattr(provenance, "clocks", lambda: "1980 MHz")
+def path(tmp_path, go_to):
+    """A file that runs on an H100 are added to."""
+    return tmp_path / "paper.json"
 
 
 def jobs_of(*numbers):
@@ -544,8 +565,7 @@ def interrupted():
     raise KeyboardInterrupt
 
 
-def test_runs_are_added_and_others_stay(tmp_path, on_h100):
-    path = tmp_path / "paper.json"
+def test_runs_are_added_and_others_stay(path):
     for item, numbers in (("a", (1, 2)), ("b", (3,)), ("a", (4, 5))):
         assert [row["ms"] for rows in results.record(path, item, jobs_of(*numbers)) for row in rows] == list(numbers)
     recorded = Recorded([path])
@@ -553,8 +573,7 @@ def test_runs_are_added_and_others_stay(tmp_path, on_h100):
     assert list(recorded.rows("b")) == [("H100", {"ms": 3})]
 
 
-def test_an_interrupted_run_goes_on_and_shows_nothing_before(tmp_path, on_h100):
-    path = tmp_path / "paper.json"
+def test_an_interrupted_run_goes_on_and_shows_nothing_before(path):
     with pytest.raises(KeyboardInterrupt):
         list(results.record(path, "a", [*jobs_of(1), interrupted]))
     assert list(Recorded([path]).runs("a")) == []
@@ -564,36 +583,32 @@ def test_an_interrupted_run_goes_on_and_shows_nothing_before(tmp_path, on_h100):
     assert started == [] and len(list(Recorded([path]).runs("a"))) == 1
 
 
-def test_a_run_has_the_seconds_of_each_job(tmp_path, on_h100, monkeypatch):
+def test_a_run_has_the_seconds_of_each_job(path, monkeypatch):
     now = iter((1.0, 3.5, 10.0, 10.25, 20.0, 24.0))
     monkeypatch.setattr(results, "perf_counter", lambda: next(now))
-    path = tmp_path / "paper.json"
     list(results.record(path, "a", jobs_of(1, 2)))
-    assert results.load(path)["items"]["a"][0]["seconds"] == [2.5, 0.25]
     content = results.load(path)
     (run,) = content["items"]["a"]
-    run |= {"finished": False}
-    del run["seconds"]  # as files of earlier versions
+    assert run.pop("seconds") == [2.5, 0.25]  # which files of earlier versions lack
+    run["finished"] = False
     path.write_text(json.dumps(content))
     list(results.record(path, "a", jobs_of(1, 2, 3)))
     (run,) = results.load(path)["items"]["a"]
     assert run["finished"] and len(run["jobs"]) == 3 and run["seconds"] == [None, None, 4.0]
 
 
-def test_another_commit_starts_a_run_of_its_own(tmp_path, on_h100, monkeypatch):
-    path = tmp_path / "paper.json"
+def test_another_commit_starts_a_run_of_its_own(path, go_to):
     with pytest.raises(KeyboardInterrupt):
         list(results.record(path, "a", [*jobs_of(1), interrupted]))
-    monkeypatch.setattr(provenance, "environment", lambda: HERE | {"commit": "d"})
+    go_to(commit="d")
     assert [rows for rows in results.record(path, "a", jobs_of(7))] == [[{"ms": 7}]]
     assert [run["finished"] for run in results.load(path)["items"]["a"]] == [False, True]
 
 
-def test_a_file_of_another_gpu_is_refused(tmp_path, on_h100, monkeypatch):
-    path = tmp_path / "paper.json"
+def test_a_file_of_another_gpu_is_refused(path, go_to):
     list(results.record(path, "a", jobs_of(1)))
     results.check_place(path)
-    monkeypatch.setattr(provenance, "environment", lambda: HERE | {"device": "NVIDIA H200, 1, 2"})
+    go_to(device=H200)
     with pytest.raises(ValueError, match="holds runs of NVIDIA H100.*here is NVIDIA H200.*name another file"):
         results.check_place(path)
 
@@ -627,8 +642,7 @@ def test_every_measured_item_says_what_its_rows_have():
         ("x", "no JSON"),
     ],
 )
-def test_a_file_of_another_kind_is_named(tmp_path, content, message):
-    path = tmp_path / "paper_x.json"
+def test_a_file_of_another_kind_is_named(path, content, message):
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         Recorded([path])
@@ -645,18 +659,15 @@ def losing(variant, seconds, *losses):
 
 
 @pytest.mark.parametrize(("larger", "verdict"), [(2.9, Verdict.AGREES), (2.5, Verdict.DIFFERS)])
-def test_the_larger_dense_model_gains_less_than_the_mixture(tmp_path, on_h100, larger, verdict):
-    path = tmp_path / "paper.json"
+def test_the_larger_dense_model_gains_less_than_the_mixture(record, larger, verdict):
     losses = {name: 2.8 for name in VARIANTS} | {"dense": 3.0, "larger dense": larger}
     rows = [row for name, loss in losses.items() for row in losing(name, 1.0, 5.0, loss)]
-    list(results.record(path, "megablocks-fig2", [lambda: rows]))
-    found = {row.printed: row for row in items.ITEMS["megablocks-fig2"].rows(Recorded([path]))}
+    found = by("printed", "megablocks-fig2", record("megablocks-fig2", rows))
     row = found["more than dense Medium gains"]
     assert (row.verdict, row.sources) == (verdict, found["0.26"].sources) and f"{larger - 2.8:+.4f}" in row.ours
 
 
-def test_figures_2_and_8_are_of_the_same_runs(tmp_path, on_h100):
-    path = tmp_path / "paper.json"
+def test_figures_2_and_8_are_of_the_same_runs(record):
     rows = [
         *losing("dense", 1.0, 5.0, 3.0),
         *losing("1.0", 1.0, 5.0, 2.85),
@@ -667,18 +678,13 @@ def test_figures_2_and_8_are_of_the_same_runs(tmp_path, on_h100):
     ]
     rows[5]["held_out_loss"] += 0.05  # one seed of factor 1.0
     rows[-10:-5] = [row | {"held_out_loss": 2.74} for row in rows[-10:-5]]  # max does not vary with the seed
-    list(results.record(path, "megablocks-fig2", [lambda: rows]))
-    recorded = Recorded([path])
-    found = {row.what: row for row in items.ITEMS["megablocks-fig2"].rows(recorded)}
-    verdicts = [row.verdict for what, row in found.items() if what.startswith("held-out loss from")]
-    assert verdicts == [Verdict.AGREES, Verdict.AGREES, Verdict.DIFFERS]
-    assert "not resolved" in found["held-out loss from capacity factor 2.0 to max"].why
-    assert "H100: " in found["held-out loss from capacity factor 2.0 to max"].ours
-    speeds = {row.printed: row for row in items.ITEMS["megablocks-fig8"].rows(recorded)}
-    assert [row.ours for row in speeds.values()] == [
-        "H100: 2.10x over factor 1.0, at 2.850 nats a byte (100 steps)"
-    ] * 3
-    assert {row.verdict for row in speeds.values()} == {Verdict.DIFFERS}
+    recorded = record("megablocks-fig2", rows)
+    found = {what: row for what, row in by("what", "megablocks-fig2", recorded).items() if what.startswith("held-out")}
+    assert [row.verdict for row in found.values()] == [Verdict.AGREES, Verdict.AGREES, Verdict.DIFFERS]
+    last = found["held-out loss from capacity factor 2.0 to max"]
+    assert "not resolved" in last.why and "H100: " in last.ours
+    speed = "H100: 2.10x over factor 1.0, at 2.850 nats a byte (100 steps)", Verdict.DIFFERS
+    assert [(row.ours, row.verdict) for row in items.ITEMS["megablocks-fig8"].rows(recorded)] == [speed] * 3
 
 
 def stepwise(first, second):
@@ -703,35 +709,31 @@ ONE_STEP, NEXT_STEP = (f"held-out loss from capacity factor {step}" for step in 
         ([0.030, -0.030, 0.020, -0.020, 0.000], Verdict.DIFFERS),
     ],
 )
-def test_runs_that_contradict_each_other_have_one_verdict_together(tmp_path, on_h100, monkeypatch, noisy, verdict):
-    together, runs = tmp_path / "together.json", {"a" * 40: stepwise(CLEAR, noisy), "b" * 40: stepwise(noisy, CLEAR)}
+def test_runs_that_contradict_each_other_have_one_verdict_together(record, noisy, verdict):
     singly = {}
-    for commit, rows in runs.items():
-        monkeypatch.setattr(provenance, "environment", lambda commit=commit: HERE | {"commit": commit})
-        for path in (together, tmp_path / f"{commit}.json"):
-            list(results.record(path, "megablocks-fig2", [lambda rows=rows: rows]))
-        found = {row.what: row for row in items.ITEMS["megablocks-fig2"].rows(Recorded([path]))}
-        singly[commit] = [found[step].verdict for step in (ONE_STEP, NEXT_STEP)]
-    assert singly == {"a" * 40: [Verdict.AGREES, Verdict.DIFFERS], "b" * 40: [Verdict.DIFFERS, Verdict.AGREES]}
-    for step in (ONE_STEP, NEXT_STEP):
-        (row,) = (row for row in items.ITEMS["megablocks-fig2"].rows(Recorded([together])) if row.what == step)
+    for letter, rows in (("a", stepwise(CLEAR, noisy)), ("b", stepwise(noisy, CLEAR))):
+        alone, together = (
+            by("what", "megablocks-fig2", record("megablocks-fig2", rows, file, commit=letter * 40))
+            for file in (f"{letter}.json", "together.json")
+        )
+        singly[letter] = [alone[step].verdict for step in (ONE_STEP, NEXT_STEP)]
+    assert singly == {"a": [Verdict.AGREES, Verdict.DIFFERS], "b": [Verdict.DIFFERS, Verdict.AGREES]}
+    for row in (together[ONE_STEP], together[NEXT_STEP]):
         assert row.verdict is verdict and "(H100 at aaaaaaa, bbbbbbb)" in row.ours_with_runs
         assert "(5 seeds, 100 steps)" in row.ours
 
 
-def test_a_claim_of_figure_2_agrees_if_it_does_on_every_device(tmp_path, on_h100, monkeypatch):
-    paths = [tmp_path / "h100.json", tmp_path / "h200.json"]
+def test_a_claim_of_figure_2_agrees_if_it_does_on_every_device(record, tmp_path):
     unclear = [-0.01, 0.02, -0.01, 0.02, 0.0]
-    for path, device, second in zip(paths, (HERE["device"], "NVIDIA H200, 1, 2"), (CLEAR, unclear), strict=True):
-        monkeypatch.setattr(provenance, "environment", lambda device=device: HERE | {"device": device})
-        list(results.record(path, "megablocks-fig2", [lambda second=second: stepwise(CLEAR, second)]))
-    found = {row.what: row for row in items.ITEMS["megablocks-fig2"].rows(Recorded(paths))}
+    record("megablocks-fig2", stepwise(CLEAR, CLEAR), "h100.json")
+    record("megablocks-fig2", stepwise(CLEAR, unclear), "h200.json", device=H200)
+    found = by("what", "megablocks-fig2", Recorded([tmp_path / "h100.json", tmp_path / "h200.json"]))
     assert (found[ONE_STEP].verdict, found[NEXT_STEP].verdict) == (Verdict.AGREES, Verdict.DIFFERS)
     assert found[NEXT_STEP].why == "not resolved on H200: 3 standard errors are more than the step"
     assert re.match(r"H100: -0\.0100 .*; H200: -0\.0100 ", found[ONE_STEP].ours)
 
 
-def test_a_further_run_of_a_file_has_new_seeds_and_an_interrupted_one_its_own(tmp_path, on_h100, monkeypatch):
+def test_a_further_run_of_a_file_has_new_seeds_and_an_interrupted_one_its_own(path, monkeypatch):
     started = []
 
     def train(name, seed, *_):
@@ -742,7 +744,7 @@ def test_a_further_run_of_a_file_has_new_seeds_and_an_interrupted_one_its_own(tm
 
     monkeypatch.setattr(plan, "gpu", PretendedDevice)
     monkeypatch.setattr(capacities, "_train_compiled", train)
-    path, found = tmp_path / "paper.json", items.chosen(["megablocks-fig2"])
+    found = items.chosen(["megablocks-fig2"])
     for run in range(3):
         with pytest.raises(KeyboardInterrupt) if run == 1 else nullcontext():
             command.measure(found, path, progress.bar)
@@ -812,20 +814,19 @@ def test_a_claim_has_one_verdict_over_all_its_runs(rows):
     assert [claim for claim, count in claimed.items() if count > 1] == []
 
 
-TIMES = {"row by row": 1.0, "bands": 0.95, "slow bands": 1.2}  # ms of tiles in either order
-
-
-@pytest.mark.parametrize(("second", "verdict"), [("bands", Verdict.AGREES), ("slow bands", Verdict.DIFFERS)])
-def test_a_second_run_of_an_item_joins_the_row_of_the_first(tmp_path, on_h100, monkeypatch, second, verdict):
-    path = tmp_path / "paper_h100.json"
-    for commit, bands in (("a" * 40, "bands"), ("b" * 40, second)):
-        monkeypatch.setattr(provenance, "environment", lambda commit=commit: HERE | {"commit": commit})
-        times = {squares.ROW_BY_ROW: TIMES["row by row"], squares.BAND: TIMES[bands]}
-        rows = [{"n": 512, "tile": "128x128", "band": band, "ms": ms} for band, ms in times.items()]
-        list(results.record(path, "megablocks-order", [lambda rows=rows: rows]))
-    (row,) = items.ITEMS["megablocks-order"].rows(Recorded([path]))
+@pytest.mark.parametrize(
+    ("second", "verdict", "shown"),
+    [(0.95, Verdict.AGREES, 1), (1.2, Verdict.DIFFERS, 2)],
+    ids=["bands", "slow bands"],
+)
+def test_a_second_run_of_an_item_joins_the_row_of_the_first(record, second, verdict, shown):
+    for commit, in_bands in (("a" * 40, 0.95), ("b" * 40, second)):
+        ms = {squares.ROW_BY_ROW: 1.0, squares.BAND: in_bands}
+        rows = [{"n": 512, "tile": "128x128", "band": band, "ms": time} for band, time in ms.items()]
+        recorded = record("megablocks-order", rows, commit=commit)
+    (row,) = items.ITEMS["megablocks-order"].rows(recorded)
     assert row.verdict is verdict and row.ours_with_runs.endswith("(H100 at aaaaaaa, bbbbbbb)")
-    assert row.ours.count("H100: ") == (2 if second != "bands" else 1)
+    assert row.ours.count("H100: ") == shown
 
 
 def test_rows_of_several_runs_name_all_of_them():
@@ -841,15 +842,14 @@ def test_the_share_of_dispatch_is_of_all_seven_configurations():
         assert 0 < ours < as_printed < 100
 
 
-def test_the_share_is_of_the_last_dispatch_and_the_fastest_step(tmp_path, on_h100):
-    path = tmp_path / "paper.json"
+def test_the_share_is_of_the_last_dispatch_and_the_fastest_step(record):
     for ms in (2.0, 4.0):
-        steps = [row | {"activation": "swiglu"} for row in speed_rows("moeblaze", "minimal", *[100 * ms] * 7)]
         kernels = {"3_single_pass": ms, "as_printed": 10 * ms}.items()
-        dispatches = [{"preset": name, "kernel": kernel, "ms": of} for name in PAPER_PRESETS for kernel, of in kernels]
-        list(results.record(path, "moeblaze-fig6", [lambda rows=steps: rows]))
-        list(results.record(path, "moeblaze-4.2", [lambda rows=dispatches: rows]))
-    assert {share.percents for share in document.dispatch_shares(Recorded([path])).values()} == {(2.0, 20.0)}
+        record("moeblaze-fig6", speed_rows("moeblaze", "minimal", *[100 * ms] * 7, activation="swiglu"))
+        recorded = record("moeblaze-4.2", [
+            {"preset": name, "kernel": kernel, "ms": of} for name in PAPER_PRESETS for kernel, of in kernels
+        ])  # fmt: skip
+    assert {share.percents for share in document.dispatch_shares(recorded).values()} == {(2.0, 20.0)}
     said = "The dispatch is that of the last run, the step the fastest of all runs:"
     assert said in " ".join(document.PAGE.read_text().split())
 
@@ -858,66 +858,53 @@ def test_readme_says_what_minimal_saves_and_what_dispatch_takes():
     assert " ".join(document.summary().split()) in " ".join(document.README.read_text().split())
 
 
-def speed_rows(system, policy, *ms):
+def speed_rows(system, policy, *ms, activation="silu"):
     """A row for each configuration."""
-    return [
-        {"preset": name, "system": system, "policy": policy, "activation": "silu", "step_ms": time, "kept_bytes": None}
-        for name, time in zip(PAPER_PRESETS, ms, strict=True)
-    ]
+    head = {"system": system, "policy": policy, "activation": activation, "kept_bytes": None}
+    return [head | {"preset": name, "step_ms": time} for name, time in zip(PAPER_PRESETS, ms, strict=True)]
 
 
-def test_the_worse_of_two_runs_is_shown(tmp_path, on_h100):
-    path = tmp_path / "paper.json"
+def test_the_worse_of_two_runs_is_shown(record):
+    theirs = speed_rows("megablocks_published", None, 4, 3, 3, 3, 3, 3, 3)
     for ours in ((1, 1, 1, 1, 1, 1, 2), (2, 1, 1, 1, 1, 1, 1)):
-        theirs = speed_rows("megablocks_published", None, 4, 3, 3, 3, 3, 3, 3)
-        rows = theirs + speed_rows("moeblaze", "minimal", *ours)
-        list(results.record(path, "moeblaze-fig4", [lambda rows=rows: rows]))
-    worst = moeblaze.speeds(Recorded([path]), "moeblaze-fig4", "silu", "minimal")
+        recorded = record("moeblaze-fig4", theirs + speed_rows("moeblaze", "minimal", *ours))
+    worst = moeblaze.speeds(recorded, "moeblaze-fig4", "silu", "minimal")
     assert list(worst.values()) == [2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1.5]
-    assert "| SiLU | minimal | H100 | 2.00 | 3.00 |" in document.speed(Recorded([path]))
+    assert "| SiLU | minimal | H100 | 2.00 | 3.00 |" in document.speed(recorded)
 
 
 def step_rows(**versions):
     """Rows of a step on conf1: milliseconds, or a message, of each version."""
-    kernels = {name.replace("_and_", " + "): found for name, found in versions.items()}
     return [
         {"preset": "conf1", "kernel": kernel, "message" if isinstance(found, str) else "ms": found}
-        for kernel, found in kernels.items()
+        for kernel, found in versions.items()
     ]
 
 
-def sums_of(path, **versions):
-    list(results.record(path, "moeblaze-3.1", [lambda: step_rows(**versions)]))
-    return {row.what: row for row in items.ITEMS["moeblaze-3.1"].rows(Recorded([path]))}
+@pytest.mark.parametrize(
+    ("fused", "portable", "hopper", "shown", "verdict"),
+    [
+        (3.0, 2.5, 1.5, ["1.20x", "2.00x"], Verdict.DIFFERS),
+        (1.0, 2.0, None, ["0.50x"], Verdict.AGREES),
+        ("out of memory", 2.5, 1.5, ["as_printed failed: out of memory"] * 2, Verdict.DIFFERS),
+        (1.0, "no kernel", 2.0, ["3_mma + combine failed: no kernel", "0.50x"], None),
+    ],
+)
+def test_the_fused_sum_is_beside_every_stored_one(record, fused, portable, hopper, shown, verdict):
+    versions = {"as_printed": fused, "3_mma + combine": portable, "7_persistent + combine": hopper}
+    run = step_rows(**{name: found for name, found in versions.items() if found is not None})
+    found = by("what", "moeblaze-3.1", record("moeblaze-3.1", run))
+    assert [row.ours for row in found.values()] == [f"H100: conf1 {text}" for text in shown]
+    assert all(stored in what for what, stored in zip(found, moeblaze.STORED, strict=False))
+    assert verdict is None or {row.verdict for row in found.values()} == {verdict}
 
 
-def test_the_fused_sum_is_beside_every_stored_one(tmp_path, on_h100):
-    times = {"as_printed": 3.0, "3_mma_and_combine": 2.5, "7_persistent_and_combine": 1.5}
-    found = sums_of(tmp_path / "paper.json", **times)
-    assert [row.ours for row in found.values()] == ["H100: conf1 1.20x", "H100: conf1 2.00x"]
-    assert [stored in what for what, stored in zip(found, moeblaze.STORED, strict=True)] == [True, True]
-    assert {row.verdict for row in found.values()} == {Verdict.DIFFERS}
-    (alone,) = sums_of(tmp_path / "other.json", as_printed=1.0, **{"3_mma_and_combine": 2.0}).values()
-    assert (alone.ours, alone.verdict) == ("H100: conf1 0.50x", Verdict.AGREES)
-
-
-def test_a_version_that_failed_shows_its_message(tmp_path, on_h100):
-    versions = {"as_printed": "out of memory", "3_mma_and_combine": 2.5, "7_persistent_and_combine": 1.5}
-    for row in sums_of(tmp_path / "paper.json", **versions).values():
-        assert (row.ours, row.verdict) == ("H100: conf1 as_printed failed: out of memory", Verdict.DIFFERS)
-    versions = {"as_printed": 1.0, "3_mma_and_combine": "no kernel", "7_persistent_and_combine": 2.0}
-    found = [row.ours for row in sums_of(tmp_path / "other.json", **versions).values()]
-    assert found == ["H100: conf1 3_mma + combine failed: no kernel", "H100: conf1 0.50x"]
-
-
-def test_every_baseline_of_figures_4_and_6_has_its_worse_run(tmp_path, on_h100):
-    path = tmp_path / "paper.json"
+def test_every_baseline_of_figures_4_and_6_has_its_worse_run(record):
     for item, activation in moeblaze.TIMED:
         for ms in (1, 2):
-            rows = [*speed_rows("grouped_mm", None, *[3] * 7), *speed_rows("moeblaze", "minimal", *[ms] * 7)]
-            rows = [row | {"activation": activation} for row in rows]
-            list(results.record(path, item, [lambda rows=rows: rows]))
-    assert document.baselines(Recorded([path])).splitlines()[2:] == [
+            theirs = speed_rows("grouped_mm", None, *[3] * 7, activation=activation)
+            recorded = record(item, theirs + speed_rows("moeblaze", "minimal", *[ms] * 7, activation=activation))
+    assert document.baselines(recorded).splitlines()[2:] == [
         f"| {activation} | plain PyTorch | H100 | 2 |" + " 1.50 |" * 7 for activation in ("SiLU", "ReLU", "SwiGLU")
     ]
     assert {*document.BASELINES} >= {*speed.BASELINES} - {"megablocks_published_block_sparse"}
@@ -945,20 +932,17 @@ def test_the_page_says_which_baselines_an_activation_lacks():
     ],
 )
 @pytest.mark.parametrize("wrong_run", [None, 0, 1])
-def test_every_run_saves_what_the_formula_gives(figure, name, activation, label, verdict, wrong_run, tmp_path, on_h100):
-    path, what = tmp_path / "paper.json", f"{name}, {moeblaze.NAMES[activation]}, {label}"
-    config = preset(name).config.replace(activation=activation)
-    least, most = released.saved_bytes(config, *moeblaze.ACCOUNTED[label])
+def test_every_run_saves_what_the_formula_gives(figure, name, activation, label, verdict, wrong_run, record):
     system, policy = moeblaze.ACCOUNTED[label]
+    least, most = released.saved_bytes(preset(name).config.replace(activation=activation), system, policy)
     system = moeblaze.PUBLISHED_OPTIMIZED if label == moeblaze.OPTIMIZED else system
     row = {"preset": name, "system": system, "policy": policy, "activation": activation, "step_ms": 1.0}
     for wrong in (most + 1, least - 1):
         for run, kept in enumerate((least, most)):
-            number = wrong if run == wrong_run else kept
-            list(results.record(path, "moeblaze-fig4", [lambda number=number: [row | {"kept_bytes": number}]]))
-        shown = {found.what: found for found in items.ITEMS[figure].rows(Recorded([path]))}
-        assert shown[what].verdict is (verdict if wrong_run is None else Verdict.FAILS)
-        assert shown[what].ours.startswith("H100: ")
+            recorded = record("moeblaze-fig4", [row | {"kept_bytes": wrong if run == wrong_run else kept}])
+        shown = by("what", figure, recorded)[f"{name}, {moeblaze.NAMES[activation]}, {label}"]
+        assert shown.verdict is (verdict if wrong_run is None else Verdict.FAILS)
+        assert shown.ours.startswith("H100: ")
 
 
 @pytest.mark.parametrize(

@@ -246,26 +246,3 @@ def test_times_are_taken_at_a_loss_that_all_reach():
     assert found.seconds["1.0"] == 2 and found.seconds["dropless"] == pytest.approx(0.5 + 0.8 / 2)
     assert found.seconds["1.5"] == pytest.approx(2 + 2 * 0.8) and found.seconds["2.0"] == pytest.approx(3 * 1.8 / 1.9)
     assert found.speed == pytest.approx(2 / 0.9)
-
-
-def test_the_summary_is_of_the_seeds():
-    losses = {"2.0": [1.5, 1.7], "1.0": [2.0, 2.5, 3.0]}
-    rows = [
-        {"variant": name, "held_out_loss": loss, "seconds": 10 * loss, "dropped_share": loss / 10}
-        for name, found in losses.items()
-        for loss in found
-    ]
-    rows.append({"variant": "dropless", "held_out_loss": 1.4, "seconds": 9.0, "dropped_share": None})
-    found = capacities.summary(rows)
-    assert list(found) == ["1.0", "2.0", "dropless"]
-    assert found["1.0"] == {
-        "seeds": 3,
-        "mean": fmean(losses["1.0"]),
-        "deviation": stdev(losses["1.0"]),
-        "seconds": 25.0,
-        "dropped_share": pytest.approx(0.25),
-    }
-    assert (found["dropless"]["deviation"], found["dropless"]["dropped_share"]) == (None, None)
-    assert capacities.summary([rows[0] | capacities.NO_TIMES])["2.0"]["seconds"] is None
-    with pytest.raises(ValueError, match="rows is empty"):
-        capacities.summary([])

@@ -186,7 +186,7 @@ def test_every_tile_has_a_row_beside_cublas(triton):
     assert all(row["error"] == 0 for row in rows[:-1]) and rows[-1]["error"] is None
 
 
-def test_the_row_of_a_tile_is_that_of_its_fastest_kernel(triton, monkeypatch):
+def test_the_row_of_a_tile_is_that_of_its_fastest_kernel(triton):
     device = PretendedDevice(cache_bytes=1)
     cost = {(4, 3): 9.0, (4, 4): 7.0, (8, 3): 3.0, (8, 4): 5.0}
 

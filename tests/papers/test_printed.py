@@ -110,8 +110,8 @@ def test_a_float32_output_is_its_own_sum():
 
 @pytest.mark.parametrize("item", NAMES)
 @pytest.mark.parametrize("spoil", ["zeros", "last row", "raises"])
-def test_a_version_that_fails_says_so_and_the_others_are_timed(item, spoil, monkeypatch):
-    config, versions = TINY, versions_of(item, TINY)
+def test_a_version_that_fails_says_so_and_the_others_are_timed(item, spoil):
+    versions = versions_of(item, TINY)
     right = versions["as_printed"]
 
     def wrong(inputs, executor):
@@ -124,7 +124,7 @@ def test_a_version_that_fails_says_so_and_the_others_are_timed(item, spoil, monk
 
     versions["as_printed"] = right._replace(run=wrong)
     stage = {"moeblaze-4.2": "dispatch", "moeblaze-3.1": "expert_down"}[item]
-    broken, *others = printed.time_versions(stage, "tiny", config, versions, PretendedDevice())
+    broken, *others = printed.time_versions(stage, "tiny", TINY, versions, PretendedDevice())
     assert broken["kernel"] == "as_printed" and "ms" not in broken
     assert broken["message"] == "out of memory" if spoil == "raises" else "the result is wrong" in broken["message"]
     assert others and all(row["ms"] > 0 for row in others)

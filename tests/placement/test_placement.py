@@ -49,6 +49,21 @@ def cluster(num_gpus, bandwidth=None):
     return simulate.Cluster(bandwidth, row_bytes=4096, token_s=2e-8)
 
 
+SLOW = np.full((4, 4), 1e6)  # links of 4 GPUs on which transfers are all that matters
+
+
+def loads(profile, placed):
+    return simulate.loads(profile, placed.shares())
+
+
+def crossings(profile, placed):
+    return simulate.cross_share(simulate.transitions(profile, placed.shares()))
+
+
+def step_ms(profile, placed, on):
+    return simulate.step(profile, placed.shares(), on).ms
+
+
 def random_flows(layers, G, seed):
     """C with a few heavy flows."""
     rng = np.random.default_rng(seed)
@@ -134,9 +149,9 @@ def test_no_tokens_are_counted_and_placed():
     empty = trace.profile(traces.RoutingTrace(np.zeros((0, 3, 2), np.int16), 4))
     assert not empty.P.any() and not empty.R.any()
     placed = baselines.greedy(empty, 2)
-    assert simulate.balance(simulate.loads(empty, placed.shares())).tolist() == [1, 1, 1]
-    assert simulate.cross_share(simulate.transitions(empty, placed.shares())) == 0
-    assert simulate.step(empty, placed.shares(), cluster(2)).ms == 0
+    assert simulate.balance(loads(empty, placed)).tolist() == [1, 1, 1]
+    assert crossings(empty, placed) == 0
+    assert step_ms(empty, placed, cluster(2)) == 0
     assert ilp.moetuner(empty, cluster(2)).gap == 0
 
 
@@ -388,7 +403,7 @@ def test_the_map_is_both_programs(counted):
     C = simulate.transitions(counted, found.placement.shares())
     off_diagonal = C * (1 - np.eye(4))
     assert off_diagonal.max(axis=(1, 2)).sum() == pytest.approx(found.gpus.objective)
-    np.testing.assert_array_equal(simulate.loads(counted, found.placement.shares()).max(axis=1), found.clusters.most)
+    np.testing.assert_array_equal(loads(counted, found.placement).max(axis=1), found.clusters.most)
     assert found.gap < 1e-3 and found.placement.model == counted.model
 
 
@@ -455,9 +470,9 @@ def test_eplb_counts_all_as_one_node_where_groups_do_not_divide():
 def test_exflow_finds_the_experts_that_follow_each_other():
     led = trace.profile(synthetic_trace(2000, 4, 8, 1, skew=0, dependency=1))
     found = baselines.exflow(led, 4, steps=200_000)
-    assert simulate.cross_share(simulate.transitions(led, found.shares())) == 0
+    assert crossings(led, found) == 0
     assert (found.sizes() == 2).all()
-    assert simulate.cross_share(simulate.transitions(led, baselines.contiguous(led, 4).shares())) > 0.3
+    assert crossings(led, baselines.contiguous(led, 4)) > 0.3
 
 
 # Joint ----------------------------------------------------------------------------------------------------------------
@@ -467,31 +482,25 @@ def test_exflow_finds_the_experts_that_follow_each_other():
 def test_joint_is_under_its_limit_and_no_slower_than_any_baseline(alike, topology):
     on = cluster(4, topology)
     found = joint.joint(alike, on, limit=1.1, steps=200_000)
-    times = [
-        simulate.step(alike, other.shares(), on).ms
-        for other in joint.baseline_placements(alike, 4, steps=200_000).values()
-    ]
-    assert simulate.step(alike, found.shares(), on).ms <= min(times)
-    even = simulate.balance(simulate.loads(alike, found.shares()))
-    packed = simulate.balance(simulate.loads(alike, baselines.greedy(alike, 4).shares()))
+    others = joint.baseline_placements(alike, 4, steps=200_000).values()
+    assert step_ms(alike, found, on) <= min(step_ms(alike, other, on) for other in others)
+    even = simulate.balance(loads(alike, found))
+    packed = simulate.balance(loads(alike, baselines.greedy(alike, 4)))
     assert (even <= np.maximum(packed, 1.1) + 1e-9).all()
-    crossing = [
-        simulate.cross_share(simulate.transitions(alike, p.shares())) for p in (found, baselines.greedy(alike, 4))
-    ]
-    assert crossing[0] < crossing[1] - 0.05
+    assert crossings(alike, found) < crossings(alike, baselines.greedy(alike, 4)) - 0.05
 
 
 def test_joint_returns_a_faster_baselines_placement(counted, monkeypatch):
-    slow = cluster(4, np.full((4, 4), 1e6))  # transfers are all that matters, and exflow has the fewest
+    slow = cluster(4, SLOW)  # exflow has the fewest transfers
     monkeypatch.setattr(joint, "search", lambda profile, on, *rest: baselines.round_robin(profile, 4))
     found = joint.joint(counted, slow, steps=100_000)
     others = joint.baseline_placements(counted, 4, steps=100_000)
-    best = min(simulate.step(counted, other.shares(), slow).ms for other in others.values())
-    assert simulate.step(counted, found.shares(), slow).ms == best
+    best = min(step_ms(counted, other, slow) for other in others.values())
+    assert step_ms(counted, found, slow) == best
 
 
 def test_joint_gives_a_faster_placement_that_it_is_shown(counted, monkeypatch):
-    slow = cluster(4, np.full((4, 4), 1e6))
+    slow = cluster(4, SLOW)
     shown = joint.search(counted, slow, limit=4.0, steps=1_000_000)
     monkeypatch.setattr(joint, "search", lambda profile, on, *rest: baselines.round_robin(profile, 4))
     found = joint.joint(counted, slow, steps=2_000, others=[baselines.contiguous(counted, 4), shown])
@@ -501,7 +510,7 @@ def test_joint_gives_a_faster_placement_that_it_is_shown(counted, monkeypatch):
 
 
 def test_joint_lets_the_slowest_pair_count_for_more_where_a_baseline_is_faster(counted, monkeypatch):
-    on, tails = cluster(4, np.full((4, 4), 1e6)), []
+    on, tails = cluster(4, SLOW), []
     fast = joint.search(counted, on, limit=4.0, steps=1_000_000)
 
     def search(profile, on, limit, bounds, steps, seed, tail):
@@ -532,17 +541,13 @@ def test_annealing_is_seeded_keeps_the_numbers_of_experts_and_never_worsens(coun
     assert (found[0] == found[1]).all() and (found[0] != found[2]).any()
     none = anneal(counted, start, cost, 1.1, steps=0)
     np.testing.assert_array_equal(none.assignment, start.assignment)
-    crossing = [
-        simulate.cross_share(simulate.transitions(counted, maps.Placement(a, 4).shares()))
-        for a in (start.assignment, found[0])
-    ]
-    assert crossing[1] < crossing[0]
+    assert crossings(counted, maps.Placement(found[0], 4)) < crossings(counted, start)
 
 
 def test_a_relabelling_keeps_the_books_and_the_loads(counted):
     """What is carried along equals what is counted afresh, on links of different speeds."""
     start, cost, tail = baselines.greedy(counted, 4), cluster(4, LOPSIDED).cost, 0.3
-    a, T = start.assignment.copy(), simulate.loads(counted, start.shares())
+    a, T = start.assignment.copy(), loads(counted, start)
     to, came, C = annealing._flows(a, counted.R.astype(float), 4)
     times = np.array([annealing._time(flow, cost, tail) for flow in C])
     before, change = times.sum(), 0.0
@@ -550,8 +555,8 @@ def test_a_relabelling_keeps_the_books_and_the_loads(counted):
         change += annealing._relabel(a, T, to, came, C, times, cost, tail, temperature=np.inf)
     moved = maps.Placement(a, 4)
     assert (a[1:] != start.assignment[1:]).any() and (a[0] == start.assignment[0]).all()
-    np.testing.assert_array_equal(T, simulate.loads(counted, moved.shares()))
-    np.testing.assert_array_equal(np.sort(T), np.sort(simulate.loads(counted, start.shares())))
+    np.testing.assert_array_equal(T, loads(counted, moved))
+    np.testing.assert_array_equal(np.sort(T), np.sort(loads(counted, start)))
     for carried, counted_afresh in zip((to, came, C), annealing._flows(a, counted.R.astype(float), 4), strict=True):
         np.testing.assert_array_equal(carried, counted_afresh)
     np.testing.assert_allclose(times, [annealing._time(flow, cost, tail) for flow in C])
@@ -569,7 +574,7 @@ def test_a_step_by_hand():
     counted = trace.Profile(P, R, 40)
     placed = maps.Placement(np.array([[0, 0, 1, 1], [0, 1, 0, 1]], np.int32), 2)
     on = simulate.Cluster(np.array([[0.0, 100.0], [50.0, 0.0]]), row_bytes=10, token_s=0.5)
-    T, C = simulate.loads(counted, placed.shares()), simulate.transitions(counted, placed.shares())
+    T, C = loads(counted, placed), simulate.transitions(counted, placed.shares())
     assert T.tolist() == [[40, 0], [20, 20]] and C.tolist() == [[[20, 20], [0, 0]]]
     assert simulate.balance(T).tolist() == [2, 1] and simulate.cross_share(C) == 0.5
     found = simulate.step(counted, placed.shares(), on, tokens=80)
@@ -601,7 +606,7 @@ def test_a_gpus_link_to_itself_is_not_looked_at(counted):
     for itself in (np.nan, np.inf, 0.0, -1.0):
         np.fill_diagonal(bandwidth, itself)
         assert (cluster(4, bandwidth).cost == 1 - np.eye(4)).all()
-        assert np.isfinite(simulate.step(counted, baselines.greedy(counted, 4).shares(), cluster(4, bandwidth)).ms)
+        assert np.isfinite(step_ms(counted, baselines.greedy(counted, 4), cluster(4, bandwidth)))
 
 
 @pytest.mark.parametrize("solver", INCLUDED)
@@ -672,7 +677,5 @@ def test_the_model_scales_on_paper():
     R = rng.integers(0, 9, (57, 256, 256))
     large = trace.Profile(P, R, 4096)
     on = simulate.cluster("two-nodes", 64, d=7168, h=2048)
-    assert (
-        simulate.step(large, baselines.greedy(large, 64).shares(), on).ms
-        < simulate.step(large, baselines.contiguous(large, 64).shares(), on).ms
-    )
+    packed, first = baselines.greedy(large, 64), baselines.contiguous(large, 64)
+    assert step_ms(large, packed, on) < step_ms(large, first, on)

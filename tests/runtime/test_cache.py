@@ -351,29 +351,29 @@ def test_a_cache_folder_that_is_not_absolute_does_not_count(homeless, named, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
-def test_a_library_that_cannot_be_loaded_is_built_once_more_and_then_one_line(copy, monkeypatch):
+@pytest.fixture
+def refused(copy, monkeypatch):
+    """The files that could not be loaded, by their inodes: none can, once the runtime is loaded."""
     monkeypatch.setenv("MOEBLAZE_CACHE", str(copy))
+    build.runtime_library()
     tried = []
 
-    def refuse(*arguments, **options):
-        tried.append(Path(arguments[0]).stat().st_ino)
+    def refuse(path, **options):
+        tried.append(Path(path).stat().st_ino)
         raise OSError("libx.so: failed to map segment from shared object")
 
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
+    return tried
+
+
+def test_a_library_that_cannot_be_loaded_is_built_once_more_and_then_one_line(refused, monkeypatch):
     monkeypatch.setattr(build, "runtime_library", build.runtime_library.__wrapped__)
     status = BACKENDS["simt"].status()
     assert not status.available and "failed to map" in status.detail and "MOEBLAZE_CACHE" in status.remedy
-    assert len(set(tried)) == 2
+    assert len(set(refused)) == 2
 
 
-def test_a_kernel_file_that_cannot_be_loaded_is_one_line(copy, monkeypatch):
-    monkeypatch.setenv("MOEBLAZE_CACHE", str(copy))
-    build.runtime_library()
-
-    def refuse(*arguments, **options):
-        raise OSError("libx.so: failed to map segment from shared object")
-
-    monkeypatch.setattr(build.ctypes, "CDLL", refuse)
+def test_a_kernel_file_that_cannot_be_loaded_is_one_line(refused):
     with pytest.raises(cache.SimtUnavailable, match="failed to map .*; set MOEBLAZE_CACHE to"):
         build.build_kernels("one.cu", KERNEL, ["f"], [], {})
 

@@ -99,116 +99,94 @@ def test_a_kernel_file_compiles_without_spills_or_stack(file):
     assert_fits(source, architectures(source))
 
 
-@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (64, 8), (128, 8), (1024, 1), (1024, 6), (1024, 32)])
-def test_every_tile_of_the_dispatch_fits_into_registers(num_experts, k):
-    file = "dispatch/3_single_pass.cu"
-    assert_fits(KernelSource.read(file, dispatch.constants("3_single_pass", num_experts, k)))
+def of(stage, dtype, tile=None, **constants):
+    """Constants of a file of the stage."""
+    of_tile = {} if tile is None else tile.constants(np.dtype(dtype).itemsize)
+    return CONSTANTS[stage] | OF_DTYPE[dtype] | of_tile | constants
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("num_experts", [32, 64, 128, 256, 512, 1024])
-def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
-    for version in gating.VERSIONS:
-        constants = gating.constants(version, num_experts, renormalize)
-        assert_fits(KernelSource.read(f"gating/{version}.cu", constants))
+def but_for_the_band(candidates):
+    """Tiles that differ in more than the band."""
+    return dict.fromkeys(replace(tile, band=8) for tile in candidates)
 
 
-@pytest.mark.parametrize(
-    ("stage", "version", "dtype"),
-    [
-        (stage, version, dtype)
-        for stage, module in EXPERT_STAGES.items()
-        for version, dtypes in getattr(module, "FORWARD_VERSIONS", module.VERSIONS).items()
-        for dtype in dtypes
-        if dtype != DTYPE
-    ],
-)
-def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, version, dtype):
-    tile = tiles.DEFAULTS.get(version)
-    of_tile = tile.constants(np.dtype(dtype).itemsize) if tile else {}
-    assert_fits(KernelSource.read(gemm.file_of(stage, version), CONSTANTS[stage] | OF_DTYPE[dtype] | of_tile))
+def product(version, dtype, block, transposes):
+    """The file of a version of the block-sparse products, and its constants."""
+    turned = dict(zip(("TRANSPOSE_LHS", "TRANSPOSE_RHS"), transposes, strict=True))
+    constants = of("block_sparse", dtype, block_sparse.tile_of(version, block), **turned, BLOCK=block)
+    return gemm.file_of("block_sparse", version), constants
 
 
-SHAPES = [  # that differ in more than the band
-    (version, tile)
-    for version in ("3_mma", gemm.TF32)
-    for tile in dict.fromkeys(replace(t, band=8) for t in tiles.CANDIDATES[version][1:])
-]
+def builds_of_indices():
+    """Builds beside those of every file: a name, the file, its constants, and the architectures."""
+    for sizes in ((1, 1), (64, 8), (128, 8), (1024, 1), (1024, 6), (1024, 32)):
+        constants = dispatch.constants("3_single_pass", *sizes)
+        yield f"dispatch of E, k = {sizes}", "dispatch/3_single_pass.cu", constants, HOPPER
+    for version, *options in itertools.product(gating.VERSIONS, (32, 64, 128, 256, 512, 1024), (False, True)):
+        constants = gating.constants(version, *options)
+        yield f"gating {version} of E, renormalize = {options}", f"gating/{version}.cu", constants, HOPPER
+    for file in ("combine/2_vector.cu", "expert_up/sum_rows.cu", "block_sparse/rows.cu"):
+        for pack in (1, 2, 4, 8):
+            yield f"{file} in packs of {pack}", file, CONSTANTS["combine"] | {"PACK": pack}, HOPPER
 
 
-@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
-@pytest.mark.parametrize(("version", "tile"), SHAPES)
-def test_every_tile_that_may_be_chosen_fits_into_registers(version, tile, stage):
-    dtype = gemm.VERSIONS[version][-1]
-    constants = CONSTANTS[stage] | OF_DTYPE[dtype] | tile.constants(np.dtype(dtype).itemsize)
-    assert_fits(KernelSource.read(gemm.file_of(stage, version), constants | {"ACTIVATION": "swiglu"}), ("sm_80",))
-
-
-def product(version, dtype, block, transpose_lhs=0, transpose_rhs=0):
-    """The file of a version of the block-sparse products."""
-    tile = block_sparse.tile_of(version, block)
-    constants = CONSTANTS["block_sparse"] | OF_DTYPE[dtype] | (tile.constants(np.dtype(dtype).itemsize) if tile else {})
-    turned = {"TRANSPOSE_LHS": transpose_lhs, "TRANSPOSE_RHS": transpose_rhs}
-    return KernelSource.read(gemm.file_of("block_sparse", version), constants | turned | {"BLOCK": block})
-
-
-@pytest.mark.parametrize("transposes", [*itertools.product((0, 1), repeat=2)])
-@pytest.mark.parametrize("version", block_sparse.VERSIONS)
-def test_every_transpose_of_the_block_sparse_products_fits_into_registers(version, transposes):
-    # Two lists of lines at once: on sm_100, dds of 3_mma with lhs transposed misses the fit by 8 bytes.
-    *_, last = block_sparse.VERSIONS[version]
-    assert_fits(product(version, last, block_sparse.BLOCK, *transposes))
-
-
-@pytest.mark.parametrize(
-    ("version", "dtype"),
-    [(version, dtype) for version, dtypes in block_sparse.VERSIONS.items() for dtype in dtypes[:-1]],
-)
-def test_every_dtype_of_the_block_sparse_products_fits_into_registers(version, dtype):
-    assert_fits(product(version, dtype, block_sparse.BLOCK))
-
-
-@pytest.mark.parametrize("block", [8, 32, 64, 136])
-def test_every_tile_of_the_block_sparse_products_fits_into_registers(block):
-    for transposes in itertools.product((0, 1), repeat=2):
-        assert_fits(product("3_mma", "bfloat16", block, *transposes), ("sm_80",))
-
-
-@pytest.mark.parametrize("transposes", [*itertools.product((0, 1), repeat=2)])
-def test_blocks_of_several_tiles_fit_into_registers(transposes):
-    assert_fits(product(gemm.HOPPER, "bfloat16", 384, *transposes))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", gemm.WIDE)
-def test_every_activation_of_stored_blocks_fits_into_registers(dtype, activation):
-    constants = CONSTANTS["block_sparse"] | OF_DTYPE[dtype] | {"ACTIVATION": activation}
-    assert_fits(KernelSource.read("block_sparse/0_hidden.cu", constants), ("sm_80",))
-
-
-@pytest.mark.parametrize("pack", [1, 2, 4, 8])
-@pytest.mark.parametrize("file", ["combine/2_vector.cu", "expert_up/0_sum_rows.cu", "block_sparse/0_rows.cu"])
-def test_every_pack_fits_into_registers(file, pack):
-    assert_fits(KernelSource.read(file, CONSTANTS["combine"] | {"PACK": pack}))
-
-
-# On sm_90, where version 4 is the default, expert_up of version 3 with gelu misses the fit by 8 bytes.
-@pytest.mark.parametrize(
-    ("activation", "architecture"),
-    [pair for pair in zip(ACTIVATIONS, itertools.cycle(("sm_80", "sm_90")), strict=False) if pair[0] != ACTIVATION],
-)
-def test_every_activation_fits_into_registers(activation, architecture):
+def builds_of_experts():
+    """The same of the expert stages."""
+    for stage, module in EXPERT_STAGES.items():
+        for version, dtypes in getattr(module, "FORWARD_VERSIONS", module.VERSIONS).items():
+            for dtype in (dtype for dtype in dtypes if dtype != DTYPE):
+                constants = of(stage, dtype, tiles.DEFAULTS.get(version))
+                yield f"{stage} {version} of {dtype}", gemm.file_of(stage, version), constants, HOPPER
     for stage in ("expert_up", "expert_down"):
-        constants = CONSTANTS[stage] | {"ACTIVATION": activation} | tiles.DEFAULTS["3_mma"].constants(itemsize=2)
-        assert_fits(KernelSource.read(f"{stage}/3_mma.cu", constants), (architecture,))
+        for version in ("3_mma", gemm.TF32):
+            for tile in but_for_the_band(tiles.CANDIDATES[version][1:]):
+                constants = of(stage, gemm.VERSIONS[version][-1], tile, ACTIVATION="swiglu")
+                yield f"{stage} {version}, {tile}", gemm.file_of(stage, version), constants, ("sm_80",)
+        # On sm_90, where version 4 is the default, expert_up of version 3 with gelu misses the fit by 8 bytes.
+        for activation, architecture in zip(ACTIVATIONS, itertools.cycle(("sm_80", "sm_90")), strict=False):
+            if activation != ACTIVATION:
+                constants = of(stage, DTYPE, tiles.DEFAULTS["3_mma"], ACTIVATION=activation)
+                yield f"{stage} 3_mma, {activation}", f"{stage}/3_mma.cu", constants, (architecture,)
+        for dtype, activation in itertools.product(gemm.NARROW, ACTIVATIONS):
+            constants = of(stage, dtype, ACTIVATION=activation)
+            yield f"{stage} 7_persistent of {dtype}, {activation}", f"{stage}/7_persistent.cu", constants, HOPPER
+    for file in ("expert_down/as_printed.cu", "expert_down/lesson_atomic.cu"):
+        threads = {"THREADS": gemm.THREADS}
+        for tile in but_for_the_band(tiles.CANDIDATES["3_mma"]):
+            constants = OF_DTYPE["bfloat16"] | threads | tile.constants(itemsize=2)
+            yield f"{file}, {tile}", file, constants, ARCHITECTURES["sm_80 and newer; SIMT executor"]
+        for dtype in gemm.WIDE:
+            yield f"{file} of {dtype}", file, OF_DTYPE[dtype] | threads, HOPPER
+    for constants in sorted({step.constants for step in ladder.LADDER if step.version == ladder.HOPPER}):
+        yield f"ladder {constants}", "expert_up/7_persistent.cu", CONSTANTS["expert_up"] | dict(constants), HOPPER
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", gemm.NARROW)
-@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
-def test_the_hopper_kernels_fit_into_registers(stage, dtype, activation):
-    constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype], "ACTIVATION": activation}
-    assert_fits(KernelSource.read(f"{stage}/7_persistent.cu", constants))
+def builds_of_blocks():
+    """The same of the block-sparse stage."""
+    for transposes in itertools.product((0, 1), repeat=2):
+        # Two lists of lines at once: on sm_100, dds of 3_mma with lhs transposed misses the fit by 8 bytes.
+        for version, dtypes in block_sparse.VERSIONS.items():
+            build = product(version, dtypes[-1], block_sparse.BLOCK, transposes)
+            yield f"block_sparse {version}, transposes {transposes}", *build, HOPPER
+        for block in (8, 32, 64, 136):
+            build = product("3_mma", "bfloat16", block, transposes)
+            yield f"block_sparse 3_mma, block {block}, transposes {transposes}", *build, ("sm_80",)
+        build = product(gemm.HOPPER, "bfloat16", 384, transposes)
+        yield f"block_sparse 7_persistent, block 384, transposes {transposes}", *build, HOPPER
+    for version, dtypes in block_sparse.VERSIONS.items():
+        for dtype in dtypes[:-1]:
+            yield f"block_sparse {version} of {dtype}", *product(version, dtype, block_sparse.BLOCK, (0, 0)), HOPPER
+    for dtype, activation in itertools.product(gemm.WIDE, ACTIVATIONS):
+        constants = of("block_sparse", dtype, ACTIVATION=activation)
+        yield f"stored blocks of {dtype}, {activation}", "block_sparse/hidden.cu", constants, ("sm_80",)
+
+
+BUILDS = [*builds_of_indices(), *builds_of_experts(), *builds_of_blocks()]
+
+
+@pytest.mark.parametrize(("file", "constants", "on"), [pytest.param(*build, id=name) for name, *build in BUILDS])
+def test_every_build_fits_into_registers(file, constants, on):
+    assert_fits(KernelSource.read(file, constants), on)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "reglu", "silu", "swiglu"])
@@ -229,30 +207,6 @@ def test_a_serialized_product_is_seen():
     source = KernelSource.read(file, gemm.constants("bfloat16", "swiglu", tiles.FIXED["6_specialized"]), text)
     with pytest.raises(AssertionError, match=SERIALIZED):
         usage(source, "sm_90a")
-
-
-SUMMING = ("expert_down/as_printed.cu", "expert_down/lesson_atomic.cu")
-
-
-@pytest.mark.parametrize("tile", dict.fromkeys(replace(tile, band=8) for tile in tiles.CANDIDATES["3_mma"]))
-@pytest.mark.parametrize("file", SUMMING)
-def test_every_tile_of_the_products_that_sum_fits_into_registers(file, tile):
-    constants = OF_DTYPE["bfloat16"] | {"THREADS": gemm.THREADS} | tile.constants(itemsize=2)
-    source = KernelSource.read(file, constants)
-    assert_fits(source, architectures(source))
-
-
-@pytest.mark.parametrize("dtype", gemm.WIDE)
-@pytest.mark.parametrize("file", SUMMING)
-def test_every_dtype_of_the_products_that_sum_fits_into_registers(file, dtype):
-    assert_fits(KernelSource.read(file, OF_DTYPE[dtype] | {"THREADS": gemm.THREADS}))
-
-
-@pytest.mark.parametrize(
-    "constants", sorted({step.constants for step in ladder.LADDER if step.version == ladder.HOPPER})
-)
-def test_every_step_of_the_ladder_fits_into_registers(constants):
-    assert_fits(KernelSource.read("expert_up/7_persistent.cu", CONSTANTS["expert_up"] | dict(constants)))
 
 
 def test_the_ring_of_the_notebook_fits_into_registers():

@@ -11,12 +11,12 @@ import torch
 from idle import IdleBridge, IdleExecutor
 from stages import alter
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch_layers import SIZES, make_layer, make_x
 
 import moeblaze_ref
 from moeblaze_ref.bench import stages
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.nn import torch_node
-from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.parameters import ParameterMemory
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import KernelSource
@@ -24,7 +24,6 @@ from moeblaze_ref.runtime.tensor_map import EncodedMap, Layout
 from moeblaze_ref.runtime.torch_bridge import CpuBridge
 
 PACKAGE = Path(moeblaze_ref.__file__).parent
-SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
 FILE = """
 extern "C" __global__ void f(const __nv_bfloat16* x, float* out, int n, float scale) {}
 extern "C" __global__ void g(const __grid_constant__ TensorMap x) {}
@@ -33,9 +32,7 @@ extern "C" __global__ void g(const __grid_constant__ TensorMap x) {}
 
 def make_step(dtype=torch.bfloat16, **options):
     """A forward and a backward through every output, to be called again and again."""
-    torch.manual_seed(0)
-    layer = MoELayer(**SIZES, dtype=dtype, **options)
-    x = torch.randn(37, SIZES["d"], dtype=dtype, requires_grad=True)
+    layer, x = make_layer(dtype=dtype, **options), make_x(dtype=dtype)
     d_out = torch.randn_like(x, requires_grad=False)
     leaves = [x, *layer.parameters()]
 
@@ -178,7 +175,7 @@ def test_every_stage_takes_tensors(stage):
 
 def test_no_tokens_a_replayed_routing_and_losses_that_are_changed_in_place(monkeypatch):
     idle(monkeypatch)
-    layer = MoELayer(**SIZES, renormalize=True)
+    layer = make_layer(renormalize=True)
     assert layer(torch.zeros(0, SIZES["d"])).out.shape == (0, SIZES["d"])
     result = layer(torch.zeros(7, SIZES["d"]), torch.tensor([[4, 0, 2]] * 7, dtype=torch.int32))
     assert result.topk_experts.shape == (7, 3)
@@ -189,8 +186,8 @@ def test_no_tokens_a_replayed_routing_and_losses_that_are_changed_in_place(monke
 def test_the_backward_frees_what_the_forward_kept(monkeypatch):
     """The tensors that the stages see are not those that autograd holds."""
     idle(monkeypatch)
-    layer, alive = MoELayer(**SIZES, policy="paper"), []
-    out = layer(torch.randn(37, SIZES["d"])).out
+    layer, alive = make_layer(policy="paper"), []
+    out = layer(make_x().detach()).out
     ((node, _),) = out.grad_fn.next_functions  # before the reshape
     kept = [StorageWeakRef(t.untyped_storage()) for t in node.saved_tensors if t.shape[:1] == (111,)]
 

@@ -1,5 +1,7 @@
 """Fixed capacity: who is dropped, padded batches and their gradients, the torch layer, and what the waste comes to."""
 
+import operator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moeblaze_ref.backends.numpy_ref import block_sparse, capacity, dispatch, gating, router
 from moeblaze_ref.core.config import ACTIVATIONS, MoEConfig
-from moeblaze_ref.core.structures import EMPTY, CapacityBins
+from moeblaze_ref.core.structures import EMPTY, CapacityBins, Dispatch, Gating
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import capture, language_loss, router_loss, train
 from moeblaze_ref.memory import rows, waste
@@ -24,7 +26,7 @@ from moeblaze_ref.nn import oracle, systems, torch_capacity
 from moeblaze_ref.nn.systems import SYSTEMS, system
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_layer import MoEOutput, keep_routing
-from moeblaze_ref.systems.capacity import DROP_POLICIES, check_bins, expert_capacity
+from moeblaze_ref.systems.capacity import DROP_POLICIES, Saved, check_bins, expert_capacity
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, make_case, relative_error
 
@@ -159,17 +161,30 @@ def leaf(array):
     return None if array is None else torch.tensor(array, dtype=torch.float64, requires_grad=True)
 
 
+class Step(NamedTuple):
+    """A step of the specification's experts."""
+
+    routed: Gating
+    built: Dispatch
+    out: np.ndarray
+    saved: Saved
+    gradients: capacity.Gradients
+
+
+def run_specification(case, *options, renormalize=False):
+    routed = gating.forward(case.logits, case.k, renormalize)
+    built, experts = dispatch.build(routed.topk_experts, case.E), case.weights[1:]
+    out, saved = capacity.forward(case.x, *experts, built, routed.gates, case.activation, *options)
+    return Step(routed, built, out, saved, capacity.backward(case.d_out, saved, *experts))
+
+
 def errors_of_experts(case, factor, policy, dtype="float64"):
     """The relative error of out and of every gradient of the specification, by name."""
     case = case.astype(dtype)
-    _, w1, w2, w3 = case.weights
-    routed = gating.forward(case.logits, case.k)
-    built = dispatch.build(routed.topk_experts, case.E)
-    out, saved = capacity.forward(case.x, w1, w2, w3, built, routed.gates, case.activation, factor, policy)
-    gradients = capacity.backward(case.d_out, saved, w1, w2, w3)
+    routed, _, out, _, gradients = run_specification(case, factor, policy)
     rows = expert_capacity(routed.topk_experts.size, case.E, factor)
     kept = best_claims(routed.topk_experts, case.E, routed.gates, rows, policy)
-    leaves = [leaf(array) for array in (case.x, w1, w2, w3, routed.gates)]
+    leaves = [leaf(array) for array in (case.x, *case.weights[1:], routed.gates)]
     x, *weights, gates = leaves
     expected = dense_definition(x, *weights, routed.topk_experts, gates, case.activation, kept)
     present = [one for one in leaves if one is not None]
@@ -203,23 +218,17 @@ def test_every_shape_agrees_with_the_dense_definition(shape, factor):
 
 def test_a_dropped_slot_adds_nothing_and_its_gate_has_no_gradient():
     case = make_case(40, 8, 16, 5, 2, "hot")
-    routed = gating.forward(case.logits, case.k)
-    built = dispatch.build(routed.topk_experts, case.E)
-    out, saved = capacity.forward(case.x, *case.weights[1:], built, routed.gates, "swiglu", 0.5)
+    _, _, out, saved, gradients = run_specification(case, 0.5)
     lost = (saved.bins.rows == EMPTY).reshape(40, 2)
     assert lost.all(axis=1).any() and lost.any(axis=1).sum() > lost.all(axis=1).sum()
     assert ((out == 0).all(axis=1) == lost.all(axis=1)).all()
-    d_gates = capacity.backward(case.d_out, saved, *case.weights[1:]).d_gates
-    assert ((d_gates == 0) == lost).all()
+    assert ((gradients.d_gates == 0) == lost).all()
 
 
 def test_no_tokens_give_empty_results():
     case = make_case(0, 8, 16, 4, 2)
-    routed = gating.forward(case.logits, case.k)
-    built = dispatch.build(routed.topk_experts, case.E)
-    out, saved = capacity.forward(case.x, *case.weights[1:], built, routed.gates, "swiglu")
+    _, built, out, saved, gradients = run_specification(case)
     assert out.shape == (0, 8) and saved.bins.slots.shape == (4, 0)
-    gradients = capacity.backward(case.d_out, saved, *case.weights[1:])
     assert gradients.d_x.shape == (0, 8) and gradients.d_gates.shape == (0, 2)
     for d_weight, weight in zip(gradients[1:4], case.weights[1:], strict=True):
         assert d_weight.shape == weight.shape and not d_weight.any()
@@ -243,9 +252,9 @@ D_LOSSES = (0.7, 0.3)
 
 
 def results_of_layer(layer, case):
-    """out, both losses and every gradient of the torch layer, by name, as numpy in float64."""
+    """out, both losses and every gradient of a torch layer, by name, as numpy in float64."""
     x = torch.tensor(case.x).to(layer.w1.dtype).requires_grad_()
-    result = layer(x)
+    result = systems.run(layer, x)
     leaves = {"d_x": x, **{f"d_{name}": parameter for name, parameter in layer.named_parameters()}}
     outputs = (result.out, result.load_balancing_loss, result.router_z_loss)
     d_outputs = [torch.tensor(d, dtype=one.dtype) for d, one in zip((case.d_out, *D_LOSSES), outputs, strict=True)]
@@ -256,21 +265,18 @@ def results_of_layer(layer, case):
 
 def results_of_specification(case, factor, policy):
     """The same of the numpy stages, in float64."""
-    _, w1, w2, w3 = case.weights
-    logits = router.forward(case.x, case.weights.wg)
-    routed = gating.forward(logits, case.k, case.renormalize)
-    built = dispatch.build(routed.topk_experts, case.E)
-    out, saved = capacity.forward(case.x, w1, w2, w3, built, routed.gates, case.activation, factor, policy)
-    gradients = capacity.backward(case.d_out, saved, w1, w2, w3)
+    step = run_specification(case, factor, policy, renormalize=case.renormalize)
+    routed, gradients, logits = step.routed, step.gradients, case.logits
     d_logits = gating.backward(gradients.d_gates, logits, routed.topk_experts, case.renormalize, *D_LOSSES)
     found = gradients._asdict()
     del found["d_gates"]
     found["d_x"] = found["d_x"] + router.input_gradient(d_logits, case.weights.wg)
     found["d_wg"] = router.weight_gradient(d_logits, case.x)
-    found["out"] = out
+    found["out"] = step.out
     found["load_balancing_loss"] = gating.load_balancing_loss(routed.probs, routed.topk_experts)
     found["router_z_loss"] = gating.router_z_loss(logits)
-    return {name: array for name, array in found.items() if array is not None}, capacity.dropped(saved.bins, built)
+    lost = capacity.dropped(step.saved.bins, step.built)
+    return {name: array for name, array in found.items() if array is not None}, lost
 
 
 def assert_same(found, expected, bound):
@@ -278,14 +284,10 @@ def assert_same(found, expected, bound):
     assert found.keys() == expected.keys() and all(error < bound for error in errors.values()), errors
 
 
-def with_options(case, **changes):
-    return type(case)(**{field: changes.get(field, getattr(case, field)) for field in case.__dataclass_fields__})
-
-
 @pytest.mark.parametrize("policy", DROP_POLICIES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_torch_layer_is_the_specification(activation, policy):
-    case = with_options(Shape(37, 12, 20, 5, 3, "zipf").case(activation), renormalize=policy == "by_gate")
+    case = replace(Shape(37, 12, 20, 5, 3, "zipf").case(activation), renormalize=policy == "by_gate")
     for dtype, bound in BOUNDS.items():
         rounded = case.astype(dtype).astype("float64")
         layer = layer_of(rounded, 0.7, policy, dtype)
@@ -309,19 +311,9 @@ def test_without_drops_it_is_the_oracle(activation):
     layer = layer_of(case, case.E / case.k)
     plain = oracle.OracleMoE(8, 16, 8, 2, activation, dtype=torch.float64)
     plain.load_state_dict(layer.state_dict())
-
-    class Plain(torch.nn.Module):
-        w1 = plain.w1
-        named_parameters = plain.named_parameters
-
-        def forward(self, x):
-            out, routing = plain(x)
-            losses = oracle.load_balancing_loss(routing), oracle.router_z_loss(routing)
-            return MoEOutput(out, *losses, routing.topk_experts.int())
-
-    assert_same(results_of_layer(layer, case), results_of_layer(Plain(), case), 1e-12)
+    assert_same(results_of_layer(layer, case), results_of_layer(plain, case), 1e-12)
     assert layer.dropped_slots.item() == layer.lost_tokens.item() == 0
-    case = with_options(case, x=np.ones_like(case.x))  # one token, many times: the longest queues that there are
+    case = replace(case, x=np.ones_like(case.x))  # one token, many times: the longest queues that there are
     layer(torch.tensor(case.x))
     assert layer.dropped_slots.item() == 0
 
@@ -417,20 +409,13 @@ def test_autocast_computes_in_its_dtype():
 # Planted faults
 
 
-def no_row(function, row):
-    """`_take` that loses one row of what it takes."""
-
+def without_the_last_row(take):
     def faulty(matrix, index):
-        taken = function(matrix, index)
-        lost = taken.clone() if isinstance(taken, torch.Tensor) else taken.copy()
-        lost[row] = 0
-        return lost
+        taken = 1 * take(matrix, index)  # a copy
+        taken[-1] = 0
+        return taken
 
     return faulty
-
-
-def take_last_for_empty(matrix, index):
-    return matrix[index]
 
 
 def higher_id_first_by_numpy(gates):
@@ -442,17 +427,8 @@ def higher_id_first_by_torch(routing, policy):
     return flat.numel() - 1 - flat.flip(0).argsort(descending=True, stable=True)
 
 
-def token_after_token_by_torch(routing, policy):
-    return torch.arange(routing.gates.numel())
-
-
-def one_row_fewer(function, at):
-    def faulty(*arguments):
-        arguments = list(arguments)
-        arguments[at] -= 1
-        return function(*arguments)
-
-    return faulty
+def one_row_fewer(fill):
+    return lambda choice, other, rows, policy: fill(choice, other, rows - 1, policy)
 
 
 def without_gates(function):
@@ -468,24 +444,24 @@ def gates_alike(function):
 
 
 FAULTS = {
-    "numpy: the last row is lost": (capacity, "_take", no_row(capacity._take, -1)),
-    "numpy: padding and drops read a row": (capacity, "_take", take_last_for_empty),
+    "numpy: the last row is lost": (capacity, "_take", without_the_last_row(capacity._take)),
+    "numpy: padding and drops read a row": (capacity, "_take", operator.getitem),  # the last for EMPTY
     "numpy: ties to the higher id": ("claims", "by_gate", higher_id_first_by_numpy),
     "numpy: the lowest gates stay": ("claims", "by_gate", lambda gates: np.argsort(gates, axis=None, kind="stable")),
     "numpy: token after token": ("claims", "by_arrival", lambda gates: np.arange(gates.size)),
-    "numpy: a row too few": (capacity.fill, "unchecked", one_row_fewer(capacity.fill.unchecked, 2)),
-    "numpy: the output gradient is not weighted": (
-        capacity.gather,
-        "unchecked",
-        without_gates(capacity.gather.unchecked),
-    ),
+    "numpy: a row too few": (capacity.fill, "unchecked", one_row_fewer(capacity.fill.unchecked)),
+    "numpy: the gradient is not weighted": (capacity.gather, "unchecked", without_gates(capacity.gather.unchecked)),
     "numpy: the output is not weighted": (capacity.scatter, "unchecked", without_gates(capacity.scatter.unchecked)),
     "numpy: gates get no gradient": (capacity.gate_gradient, "unchecked", zeros_of(capacity.gate_gradient.unchecked)),
-    "torch: the last row is lost": (torch_capacity, "_take", no_row(torch_capacity._take, -1)),
-    "torch: padding and drops read a row": (torch_capacity, "_take", take_last_for_empty),
+    "torch: the last row is lost": (torch_capacity, "_take", without_the_last_row(torch_capacity._take)),
+    "torch: padding and drops read a row": (torch_capacity, "_take", operator.getitem),  # the last for EMPTY
     "torch: ties to the higher id": (torch_capacity, "_claims", higher_id_first_by_torch),
-    "torch: token after token": (torch_capacity, "_claims", token_after_token_by_torch),
-    "torch: a row too few": (torch_capacity, "fill", one_row_fewer(torch_capacity.fill, 2)),
+    "torch: token after token": (
+        torch_capacity,
+        "_claims",
+        lambda routing, policy: torch.arange(routing.gates.numel()),
+    ),
+    "torch: a row too few": (torch_capacity, "fill", one_row_fewer(torch_capacity.fill)),
     "torch: zeros": (torch_capacity, "padded_experts", zeros_of(torch_capacity.padded_experts)),
     "torch: all gates alike": (torch_capacity, "combine", gates_alike(torch_capacity.combine)),
 }
@@ -745,9 +721,17 @@ def forward_with(x=CASE.x, factor=1.0, policy="by_gate", gates=GATES):
     return capacity.forward(x, *CASE.weights[1:], BUILT, gates, "swiglu", factor, policy)
 
 
-def backward_with(**weights):
+def backward_with(d_out=CASE.d_out, **weights):
     given = dict(zip(("w1", "w2", "w3"), CASE.weights[1:], strict=True)) | weights
-    return capacity.backward(CASE.d_out, forward_with()[1], **given)
+    return capacity.backward(d_out, forward_with()[1], **given)
+
+
+def gather_with(x=CASE.x, gates=None, slots=BINS.slots, rows=BINS.rows):
+    return capacity.gather(x, CapacityBins(slots, rows, 2), gates)
+
+
+def compare_with(counts=(5, 5, 0, 0), h=6, **options):
+    return waste.compare(MoEConfig(5, 4, h, 4, 2), counts, **options)
 
 
 def changed(array, index, value):
@@ -756,127 +740,86 @@ def changed(array, index, value):
     return array
 
 
+NAN, WIDE, (_, W1, W2, W3) = float("nan"), MoEConfig(5, 4, 8, 4, 2), CASE.weights
+BAD_VALUES = [
+    (lambda: forward_with(factor=0), "capacity_factor is 0.0, but it must be above 0"),
+    (lambda: forward_with(factor=-1.5), "capacity_factor is -1.5, but it must be above 0"),
+    (lambda: forward_with(factor=NAN), "capacity_factor is nan, but it must be finite"),
+    (lambda: forward_with(factor=float("inf")), "capacity_factor is inf, but it must be finite"),
+    (lambda: forward_with(factor=1e12), r"for E = 4 experts C = 2500000000000, but int32 .* lower the capacity"),
+    (lambda: forward_with(factor=1e300), r"C = 2\.[45]\de\+300, but int32 indices allow at most"),
+    (lambda: expert_capacity(8, 4, 0), "capacity_factor is 0.0, but it must be above 0"),
+    (lambda: expert_capacity(-1, 4, 1.0), "R is -1, but it must be >= 0"),
+    (lambda: expert_capacity(8, 0, 1.0), "E is 0, but it must be >= 1"),
+    (lambda: forward_with(policy="by_gates"), "unknown drop policy 'by_gates'. Did you mean 'by_gate'"),
+    (lambda: forward_with(changed(CASE.x, (3, 1), np.nan)), r"x\[3, 1\] is nan, but x must be finite"),
+    (lambda: forward_with(changed(CASE.x, (0, 2), np.inf)), r"x\[0, 2\] is inf, but x must be finite"),
+    (lambda: forward_with(CASE.x[:4]), r"x has shape \(4, 4\), but it must be \(L=5, d\)"),
+    (lambda: forward_with(gates=GATES[:, :1]), r"gates has shape \(5, 1\), but it must be \(L=5, k=2\)"),
+    (lambda: forward_with(gates=changed(GATES, (2, 0), np.nan)), r"gates\[2, 0\] is nan"),
+    (lambda: capacity.fill(BUILT, GATES, -1), "capacity is -1, but it must be >= 0"),
+    (lambda: capacity.fill(BUILT, GATES, 2, "arrival"), "Did you mean 'by_arrival'"),
+    (lambda: backward_with(CASE.d_out[:3]), "d_out has shape"),
+    (lambda: gather_with(CASE.x[:3]), "x has shape"),
+    (lambda: capacity.scatter(np.zeros((4, 3, 4)), BINS), r"y has shape \(4, 3, 4\), .*\(E=4, C=2, d\)"),
+    (
+        lambda: gather_with(rows=changed(BINS.rows, 3, 8)),
+        r"rows\[3\] is 8, but it must be one of the 8 reserved rows, or -1",
+    ),
+    (lambda: gather_with(rows=changed(BINS.rows, 3, -2)), r"rows\[3\] is -2, but it must be"),
+    (lambda: gather_with(rows=changed(BINS.rows, 3, 2)), r"rows\[3\] is 2, but slots\[1, 0\] is 6: it must be 3"),
+    (
+        lambda: gather_with(rows=changed(BINS.rows, 3, EMPTY)),
+        r"slots\[1, 1\] is 3, but rows\[3\] is -1: it must be 3, or slots\[1, 1\] must be -1",
+    ),
+    (
+        lambda: gather_with(slots=changed(BINS.slots, (1, 0), 99)),
+        r"slots\[1, 0\] is 99, but it must be one of the 10 routed slots, or -1",
+    ),
+    (lambda: gather_with(gates=GATES[:3]), r"gates has shape \(3, 2\), but it must be \(L=5, k=2\)"),
+    (lambda: backward_with(w1=W1[:1]), r"w1 has shape \(1, 4, 6\), but it must be \(E=4"),
+    (lambda: backward_with(w2=None), "w2 is None, but swiglu is gated: pass w2"),
+    (lambda: backward_with(w2=W2[..., :3]), r"w2 has shape \(4, 4, 3\)"),
+    (lambda: backward_with(w1=changed(W1, (2, 1, 0), np.nan)), r"w1\[2, 1, 0\] is nan, but w1 must be finite"),
+    (
+        lambda: capacity.dropped(BINS, dispatch.build(GOLDEN_TOPK_EXPERTS[:4], 4)),
+        "bins has L = 5, but the dispatch has L = 4",
+    ),
+    (lambda: compare_with(capacity_factor=NAN), "capacity_factor is"),
+    (lambda: compare_with((5, 5, 0)), "counts has 3 entries"),
+    (lambda: compare_with(block=0), "block is 0"),
+    (lambda: compare_with(h=8, block=3), "h is 8, but it must be a multiple of the block size 3"),
+    (
+        lambda: waste.kept_bytes_per_row(WIDE, "megablock"),
+        "unknown padding system 'megablock'. Did you mean 'megablocks'",
+    ),
+    (lambda: rows.megablocks_rows([3, 4], 0), "block is 0, but it must be >= 1"),
+    (lambda: rows.megablocks_rows([3, -4]), r"counts\[1\] is -4, but it must be >= 0"),
+    (lambda: rows.capacity_rows([3, 4], -1), "capacity is -1, but it must be >= 0"),
+]
+BAD_TYPES = [
+    (lambda: forward_with(factor="much"), "capacity_factor is 'much'"),
+    (lambda: forward_with(factor=True), "capacity_factor is True, but it must be a number"),
+    (lambda: forward_with(factor="1.25"), "capacity_factor is '1.25' .str., but it must be a number"),
+    (lambda: expert_capacity(8, 4, torch.tensor(1.25)), "capacity_factor is tensor"),
+    (lambda: capacity.fill(BUILT, GATES, 1.5), "capacity is 1.5"),
+    (lambda: capacity.backward(CASE.d_out, None, *CASE.weights[1:]), "saved is a NoneType"),
+    (lambda: capacity.gather(CASE.x, BUILT), "bins is a Dispatch, but it must be a CapacityBins"),
+    (
+        lambda: capacity.scatter(np.zeros((4, 2, 4)), BINS, GATES.astype(np.float32)),
+        "gates has dtype float32, but it must be float64",
+    ),
+    (lambda: backward_with(w3=W3.astype(np.float32)), "w3 has dtype float32"),
+    (lambda: gather_with(slots=BINS.slots.astype(np.int64)), "slots has dtype int64"),
+    (lambda: rows.capacity_rows([3, 4], 1.5), "capacity is 1.5"),
+    (lambda: rows.moeblaze_rows([3.0, 4]), r"counts\[0\] is 3.0"),
+]
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: forward_with(factor=0), ValueError, "capacity_factor is 0.0, but it must be above 0"),
-        (lambda: forward_with(factor=-1.5), ValueError, "capacity_factor is -1.5, but it must be above 0"),
-        (lambda: forward_with(factor=float("nan")), ValueError, "capacity_factor is nan, but it must be finite"),
-        (lambda: forward_with(factor=float("inf")), ValueError, "capacity_factor is inf, but it must be finite"),
-        (lambda: forward_with(factor="much"), TypeError, "capacity_factor is 'much'"),
-        (
-            lambda: forward_with(factor=1e12),
-            ValueError,
-            r"for E = 4 experts C = 2500000000000, but int32 .* lower the capacity",
-        ),
-        (lambda: forward_with(factor=1e300), ValueError, r"C = 2\.[45]\de\+300, but int32 indices allow at most"),
-        (lambda: forward_with(factor=True), TypeError, "capacity_factor is True, but it must be a number"),
-        (lambda: forward_with(factor="1.25"), TypeError, "capacity_factor is '1.25' .str., but it must be a number"),
-        (lambda: expert_capacity(8, 4, 0), ValueError, "capacity_factor is 0.0, but it must be above 0"),
-        (lambda: expert_capacity(8, 4, torch.tensor(1.25)), TypeError, "capacity_factor is tensor"),
-        (lambda: expert_capacity(-1, 4, 1.0), ValueError, "R is -1, but it must be >= 0"),
-        (lambda: expert_capacity(8, 0, 1.0), ValueError, "E is 0, but it must be >= 1"),
-        (lambda: forward_with(policy="by_gates"), ValueError, "unknown drop policy 'by_gates'. Did you mean 'by_gate'"),
-        (lambda: forward_with(changed(CASE.x, (3, 1), np.nan)), ValueError, r"x\[3, 1\] is nan, but x must be finite"),
-        (lambda: forward_with(changed(CASE.x, (0, 2), np.inf)), ValueError, r"x\[0, 2\] is inf, but x must be finite"),
-        (lambda: forward_with(CASE.x[:4]), ValueError, r"x has shape \(4, 4\), but it must be \(L=5, d\)"),
-        (
-            lambda: forward_with(gates=GATES[:, :1]),
-            ValueError,
-            r"gates has shape \(5, 1\), but it must be \(L=5, k=2\)",
-        ),
-        (lambda: forward_with(gates=changed(GATES, (2, 0), np.nan)), ValueError, r"gates\[2, 0\] is nan"),
-        (lambda: capacity.fill(BUILT, GATES, -1), ValueError, "capacity is -1, but it must be >= 0"),
-        (lambda: capacity.fill(BUILT, GATES, 1.5), TypeError, "capacity is 1.5"),
-        (lambda: capacity.fill(BUILT, GATES, 2, "arrival"), ValueError, "Did you mean 'by_arrival'"),
-        (
-            lambda: capacity.backward(CASE.d_out[:3], forward_with()[1], *CASE.weights[1:]),
-            ValueError,
-            "d_out has shape",
-        ),
-        (lambda: capacity.backward(CASE.d_out, None, *CASE.weights[1:]), TypeError, "saved is a NoneType"),
-        (lambda: capacity.gather(CASE.x, BUILT), TypeError, "bins is a Dispatch, but it must be a CapacityBins"),
-        (lambda: capacity.gather(CASE.x[:3], BINS), ValueError, "x has shape"),
-        (
-            lambda: capacity.scatter(np.zeros((4, 3, 4)), BINS),
-            ValueError,
-            r"y has shape \(4, 3, 4\), .*\(E=4, C=2, d\)",
-        ),
-        (
-            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, 8), 2)),
-            ValueError,
-            r"rows\[3\] is 8, but it must be one of the 8 reserved rows, or -1",
-        ),
-        (
-            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, -2), 2)),
-            ValueError,
-            r"rows\[3\] is -2, but it must be",
-        ),
-        (
-            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, 2), 2)),
-            ValueError,
-            r"rows\[3\] is 2, but slots\[1, 0\] is 6: it must be 3",
-        ),
-        (
-            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, EMPTY), 2)),
-            ValueError,
-            r"slots\[1, 1\] is 3, but rows\[3\] is -1: it must be 3, or slots\[1, 1\] must be -1",
-        ),
-        (
-            lambda: capacity.gather(CASE.x, CapacityBins(changed(BINS.slots, (1, 0), 99), BINS.rows, 2)),
-            ValueError,
-            r"slots\[1, 0\] is 99, but it must be one of the 10 routed slots, or -1",
-        ),
-        (
-            lambda: capacity.gather(CASE.x, BINS, GATES[:3]),
-            ValueError,
-            r"gates has shape \(3, 2\), but it must be \(L=5, k=2\)",
-        ),
-        (
-            lambda: capacity.scatter(np.zeros((4, 2, 4)), BINS, GATES.astype(np.float32)),
-            TypeError,
-            "gates has dtype float32, but it must be float64",
-        ),
-        (lambda: backward_with(w1=CASE.weights[1][:1]), ValueError, r"w1 has shape \(1, 4, 6\), but it must be \(E=4"),
-        (lambda: backward_with(w2=None), ValueError, "w2 is None, but swiglu is gated: pass w2"),
-        (lambda: backward_with(w2=CASE.weights[2][..., :3]), ValueError, r"w2 has shape \(4, 4, 3\)"),
-        (lambda: backward_with(w3=CASE.weights[3].astype(np.float32)), TypeError, "w3 has dtype float32"),
-        (
-            lambda: backward_with(w1=changed(CASE.weights[1], (2, 1, 0), np.nan)),
-            ValueError,
-            r"w1\[2, 1, 0\] is nan, but w1 must be finite",
-        ),
-        (
-            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots.astype(np.int64), BINS.rows, 2)),
-            TypeError,
-            "slots has dtype int64",
-        ),
-        (
-            lambda: capacity.dropped(BINS, dispatch.build(GOLDEN_TOPK_EXPERTS[:4], 4)),
-            ValueError,
-            "bins has L = 5, but the dispatch has L = 4",
-        ),
-        (lambda: waste.compare(MoEConfig(5, 4, 6, 4, 2), (5, 5, 0, 0), float("nan")), ValueError, "capacity_factor is"),
-        (lambda: waste.compare(MoEConfig(5, 4, 6, 4, 2), (5, 5, 0)), ValueError, "counts has 3 entries"),
-        (lambda: waste.compare(MoEConfig(5, 4, 6, 4, 2), (5, 5, 0, 0), block=0), ValueError, "block is 0"),
-        (
-            lambda: waste.compare(MoEConfig(5, 4, 8, 4, 2), (5, 5, 0, 0), block=3),
-            ValueError,
-            "h is 8, but it must be a multiple of the block size 3",
-        ),
-        (
-            lambda: waste.kept_bytes_per_row(MoEConfig(5, 4, 8, 4, 2), "megablock"),
-            ValueError,
-            "unknown padding system 'megablock'. Did you mean 'megablocks'",
-        ),
-        (lambda: rows.megablocks_rows([3, 4], 0), ValueError, "block is 0, but it must be >= 1"),
-        (lambda: rows.megablocks_rows([3, -4]), ValueError, r"counts\[1\] is -4, but it must be >= 0"),
-        (lambda: rows.capacity_rows([3, 4], -1), ValueError, "capacity is -1, but it must be >= 0"),
-        (lambda: rows.capacity_rows([3, 4], 1.5), TypeError, "capacity is 1.5"),
-        (lambda: rows.moeblaze_rows([3.0, 4]), TypeError, r"counts\[0\] is 3.0"),
-    ],
+    ("error", "call", "message"), [(ValueError, *row) for row in BAD_VALUES] + [(TypeError, *row) for row in BAD_TYPES]
 )
-def test_bad_input_says_what_is_allowed(call, error, message):
+def test_bad_input_says_what_is_allowed(error, call, message):
     with pytest.raises(error, match=message):
         call()
 

@@ -108,13 +108,11 @@ def test_the_three_columns_of_the_example():
 
 # Tiles ----------------------------------------------------------------------------------------------------------------
 
-MMA = ("3_mma", "3_mma_tf32")
-ROWS = {"2_tiled": gemm.TILE, "7_persistent": gemm.ROWS_BOX[1]} | {
-    version: max(tile.rows for tile in tiles.CANDIDATES[version]) for version in MMA
-}
-COLUMNS = {"2_tiled": gemm.TILE, "7_persistent": gemm.HOPPER_COLUMNS} | {
-    version: max(tile.columns for tile in tiles.CANDIDATES[version]) for version in MMA
-}
+ROWS, COLUMNS = (
+    {"2_tiled": gemm.TILE, "7_persistent": of_hopper}
+    | {version: max(getattr(tile, name) for tile in tiles.CANDIDATES[version]) for version in ("3_mma", "3_mma_tf32")}
+    for name, of_hopper in (("rows", gemm.ROWS_BOX[1]), ("columns", gemm.HOPPER_COLUMNS))
+)
 OF_BOTH_PROJECTIONS = [*COLUMNS]
 ROWS |= {version: tiles.FIXED[version].rows for version in gemm.TEACHING}
 COLUMNS |= {version: tiles.FIXED[version].columns for version in gemm.TEACHING}

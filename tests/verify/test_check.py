@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import types
 
 import numpy as np
 import pytest
 import torch
+from planted import plant, with_fault
 from stages import alter
 
 from moeblaze_ref.backends.numpy_ref import block_sparse, gating
@@ -24,7 +26,7 @@ from moeblaze_ref.nn import torch_layer
 from moeblaze_ref.nn.systems import SYSTEMS
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
-from moeblaze_ref.runtime.source import KernelSource, inlined
+from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.systems.capacity import MAX
 from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.verify import cases, check, comparisons
@@ -32,7 +34,14 @@ from moeblaze_ref.verify.cases import make_case, option_cases, standard_cases
 from moeblaze_ref.verify.check import Row
 
 CASES = [make_case(37, 8, 12, 5, 2), make_case(11, 8, 12, 6, 2, "empty")]
+SMALL = next(case for case in standard_cases() if case.name == "small")
 FLOATING = [stage for stage in STAGES if stage != "dispatch"]
+
+
+def rows_of(stage, backend, version=None, case=SMALL):
+    """The rows of one case on a version, by default the first."""
+    version = version or next(iter(BACKENDS[backend].versions(stage)))
+    return list(check.check_of(stage)(BACKENDS[backend], version, case))
 
 
 def opened(module):
@@ -40,7 +49,7 @@ def opened(module):
     return OpenStage(module, contextlib.nullcontext, np.asarray, np.asarray, {})
 
 
-def faulty(monkeypatch, stage, function, change):
+def rows_of_faulty(monkeypatch, stage, function, change):
     """Replace a function of a numpy stage by one whose result is changed; returns the rows of that stage."""
     module = BACKENDS["numpy"].stage(stage)
     right = getattr(module, function)
@@ -75,9 +84,8 @@ def without_last_row(array):
 def test_every_stage_of_the_specification_passes():
     rows = check.run(backends=["numpy"])
     assert check.passed(rows) and {row.stage for row in rows} == set(STAGES)
-    assert {(row.direction, row.dtype) for row in rows if row.stage == "layer"} == {
-        (direction, dtype) for direction in ("forward", "backward") for dtype in ("float64", "float32")
-    }
+    found = {(row.direction, row.dtype) for row in rows if row.stage == "layer"}
+    assert found == {*itertools.product(("forward", "backward"), ("float64", "float32"))}
 
 
 def test_dispatch_passes_in_every_backend_that_needs_no_gpu():
@@ -108,7 +116,7 @@ GRADIENTS = {
     ids=["zeros", "last row dropped", "rows in the wrong order", "NaN"],
 )
 def test_a_faulty_stage_fails(monkeypatch, stage, function, fault):
-    rows = faulty(monkeypatch, stage, function, each(fault))
+    rows = rows_of_faulty(monkeypatch, stage, function, each(fault))
     failed = {(row.direction, row.shape) for row in rows if not row.ok}
     direction = "forward" if function == "forward" else "backward"
     assert not check.passed(rows)
@@ -121,7 +129,7 @@ def test_a_faulty_stage_fails(monkeypatch, stage, function, fault):
     "fault", [np.zeros_like, without_last_row, lambda array: array + 1, lambda array: array.astype(np.int64)]
 )
 def test_a_faulty_dispatch_fails(monkeypatch, fault):
-    rows = faulty(monkeypatch, "dispatch", "build", each(fault))
+    rows = rows_of_faulty(monkeypatch, "dispatch", "build", each(fault))
     assert [row.ok for row in rows] == [False] * len(CASES) and all(row.error >= 1 for row in rows)
 
 
@@ -303,15 +311,22 @@ def test_the_second_step_keeps_the_dtype_and_the_activation():
         assert str(second.x.dtype) == str(second.weights.w1.dtype) == "bfloat16"
 
 
-def kept_once(function):
-    """A function that returns its first result for ever."""
-    results = []
+def kept_by(key, function):
+    """A function that returns, for ever, its first result for each key of its arguments."""
+    kept = {}
 
     def faulty(*arguments, **options):
-        results.append(results[0] if results else function(*arguments, **options))
-        return results[0]
+        place = key(*arguments)
+        if place not in kept:
+            kept[place] = function(*arguments, **options)
+        return kept[place]
 
     return faulty
+
+
+kept_once = functools.partial(kept_by, lambda *_: None)
+kept_by_dtype = functools.partial(kept_by, lambda array, *_: str(array.dtype))
+kept_by_shape = functools.partial(kept_by, lambda topk_experts, num_experts, *_: (topk_experts.shape, num_experts))
 
 
 def rows_of_layer(layer, **options):
@@ -336,10 +351,7 @@ def test_a_capacity_kept_on_the_module_fails(layer, options, monkeypatch):
 @pytest.mark.parametrize("stage", ["gating", "layer"])
 def test_a_loss_kept_from_the_first_step_fails(stage, backend, loss, monkeypatch):
     alter(monkeypatch, backend, f"gating.{loss}", kept_by_dtype)
-    version, *_ = BACKENDS[backend].versions(stage)
-    (case,) = (case for case in standard_cases() if case.name == "small")
-    rows = list(check.check_of(stage)(BACKENDS[backend], version, case))
-    assert {row.ok for row in rows if row.direction == "forward"} == {False}
+    assert {row.ok for row in rows_of(stage, backend) if row.direction == "forward"} == {False}
 
 
 @pytest.mark.parametrize("loss", ["load_balancing_loss", "router_z_loss"])
@@ -358,26 +370,13 @@ def test_a_loss_that_a_torch_layer_keeps_fails(layer, loss, monkeypatch):
     assert not forward.ok
 
 
-def kept_by_dtype(function):
-    """A function that returns its first result for each dtype of its first argument."""
-    kept = {}
-
-    def faulty(array, *arguments, **options):
-        return kept.setdefault(str(array.dtype), kept_once(function))(array, *arguments, **options)
-
-    return faulty
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_what_is_kept_in_one_dtype_alone_fails(dtype, monkeypatch):
     module = BACKENDS["simt"].stage("combine")
     forward, faulty = module.forward, kept_once(module.forward)
-    monkeypatch.setattr(
-        module, "forward", lambda y, *rest, **how: (faulty if str(y.dtype) == dtype else forward)(y, *rest, **how)
-    )
-    (case,) = (case for case in standard_cases() if case.name == "small")
-    rows = check.check_of("combine")(BACKENDS["simt"], "1_gather", case)
-    assert {row.dtype for row in rows if not row.ok} == {dtype}
+    change = lambda y, *rest, **how: (faulty if str(y.dtype) == dtype else forward)(y, *rest, **how)
+    monkeypatch.setattr(module, "forward", change)
+    assert {row.dtype for row in rows_of("combine", "simt", "1_gather") if not row.ok} == {dtype}
 
 
 @pytest.mark.parametrize("wanted", cases.GRADIENTS)
@@ -392,9 +391,8 @@ def test_a_gradient_that_is_wanted_alone_is_compared(wanted, monkeypatch):
 
     monkeypatch.setattr(module, "backward", faulty)
     rows = check.run(["layer"], ["numpy"])
-    assert {name for name in cases.GRADIENTS if any(f"({name} alone" in row.shape for row in rows if not row.ok)} == {
-        wanted
-    }
+    failed = {name for name in cases.GRADIENTS if any(f"({name} alone" in row.shape for row in rows if not row.ok)}
+    assert failed == {wanted}
 
 
 def test_a_routing_that_is_given_and_ignored_fails(monkeypatch):
@@ -440,26 +438,11 @@ def test_a_torch_layer_is_called_as_the_case_says(layer, name, monkeypatch):
     assert seen[0] == {"topk_experts": False, "autocast": False, "keep_routing": False} | {name: True}
 
 
-def kept_by_shape(build):
-    """A dispatch that remembers its first result for each shape."""
-    built = {}
-
-    def faulty(topk_experts, num_experts, *arguments, **options):
-        key = topk_experts.shape, num_experts
-        if key not in built:
-            built[key] = build(topk_experts, num_experts, *arguments, **options)
-        return built[key]
-
-    return faulty
-
-
 @pytest.mark.parametrize("backend", ["numpy", "numba", "simt"])
 @pytest.mark.parametrize("stage", ["layer", "dispatch"])
 def test_a_dispatch_kept_by_shape_fails(backend, stage, monkeypatch):
     alter(monkeypatch, backend, "dispatch.build", kept_by_shape)
-    (case,) = (case for case in standard_cases() if case.name == "small")
-    version, *_ = BACKENDS[backend].versions(stage)
-    first, *_ = rows = list(check.check_of(stage)(BACKENDS[backend], version, case))
+    first, *_ = rows = rows_of(stage, backend)
     for row in (row for row in rows if row.dtype == first.dtype):
         assert not row.ok and row.shape.endswith("(small, second step)"), row
 
@@ -503,11 +486,11 @@ def test_what_a_layer_packs_by_its_address_and_shape_fails(backend, function, po
 
     case = make_case(13, 8, 16, 4, 2)
     case = dataclasses.replace(case, replay=position == "topk_experts")
-    version, *_ = BACKENDS[backend].versions("layer")
-    assert check.passed(list(check.check_of("layer")(BACKENDS[backend], version, case)))
+    assert check.passed(rows_of("layer", backend, case=case))
     monkeypatch.setattr(module, function, faulty)
-    rows = list(check.check_of("layer")(BACKENDS[backend], version, case))
-    wrong = [row for row in rows if row.direction == "backward" or function == "forward"]
+    wrong = [
+        row for row in rows_of("layer", backend, case=case) if row.direction == "backward" or function == "forward"
+    ]
     assert wrong and all(not row.ok and "second step" in row.shape for row in wrong)
 
 
@@ -582,9 +565,7 @@ def test_a_version_that_needs_another_gpu_is_left_out_with_a_word(monkeypatch):
     rows = check.run(["expert_down", "layer"], ["simt"], [make_case(33, 8, 16, 4, 2)])
     (down, layer) = [row for row in rows if row.version == "7_persistent"]
     needs = "needs compute capability 9.0 exactly, but NVIDIA A100 has 8.0"
-    assert (
-        down.shape == f"expert_down/7_persistent.cu {needs}" and layer.shape == f"expert_down/7_persistent.cu {needs}"
-    )
+    assert down.shape == layer.shape == f"expert_down/7_persistent.cu {needs}"
     assert not (down.available or down.ok or layer.available or layer.ok)
     assert check.passed(rows) and {row.version for row in rows if row.ok} >= {"1_naive", "2_tiled", "3_mma"}
     assert str(verdict(rows)).endswith("; not for this GPU: simt 7_persistent")
@@ -641,34 +622,24 @@ def test_blocks_that_stay_are_given_a_second_tile_of_every_product(multiprocesso
 
 
 def test_a_kernel_whose_blocks_leave_after_a_tile_fails_on_a_gpu_of_any_size(monkeypatch):
-    file, load, right = file_of("block_sparse", HOPPER), SimtExecutor.load, "number += gridDim.x;"
-    assert right in inlined(file)
-    leaving = inlined(file).replace(right, "number = 1 << 30;")
-
-    def load_leaving(self, name, text=None, **constants):
-        return load(self, name, leaving if name == file else text, **constants)
-
+    file = file_of("block_sparse", HOPPER)
     monkeypatch.setattr(SimtExecutor, "multiprocessors", 8)
     largest = max(cases_on_a_gpu(monkeypatch, HOPPER, 8), key=lambda case: case.L * case.k)
-    monkeypatch.setattr(SimtExecutor, "load", load_leaving)
-    structures, *rows = check.check_block_sparse(BACKENDS["simt"], HOPPER, largest)
-    assert structures.ok and {(row.dtype, row.direction, row.ok) for row in rows} == {
-        (dtype, direction, False) for dtype in ("float16", "bfloat16") for direction in ("forward", "backward")
-    }
+    plant(monkeypatch, file, with_fault(file, "number += gridDim.x;", "number = 1 << 30;"))
+    structures, *rows = check.check_of("block_sparse")(BACKENDS["simt"], HOPPER, largest)
+    found = {(row.dtype, row.direction) for row in rows}
+    assert structures.ok and not any(row.ok for row in rows)
+    assert found == {*itertools.product(("float16", "bfloat16"), ("forward", "backward"))}
 
 
 @pytest.mark.parametrize(
-    ("stages", "backends", "message"),
+    ("call", "message"),
     [
-        (["dispach"], ["numpy"], "unknown stage 'dispach'. Did you mean 'dispatch'"),
-        (["dispatch"], ["nunpy"], "unknown backend 'nunpy'. Did you mean 'numpy'"),
+        (lambda: check.plan(["dispach"], ["numpy"]), "unknown stage 'dispach'. Did you mean 'dispatch'"),
+        (lambda: check.plan(["dispatch"], ["nunpy"]), "unknown backend 'nunpy'. Did you mean 'numpy'"),
+        (lambda: BACKENDS["simt"].stage("layers"), "unknown stage of backend simt 'layers'. Did you mean 'layer'"),
     ],
 )
-def test_unknown_names_propose_the_nearest(stages, backends, message):
+def test_unknown_names_propose_the_nearest(call, message):
     with pytest.raises(ValueError, match=message):
-        check.plan(stages, backends)
-
-
-def test_a_stage_that_a_backend_lacks_is_named():
-    with pytest.raises(ValueError, match="unknown stage of backend simt 'layers'. Did you mean 'layer'"):
-        BACKENDS["simt"].stage("layers")
+        call()

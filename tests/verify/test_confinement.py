@@ -138,16 +138,11 @@ def test_a_watcher_says_what_the_system_refuses_it(monkeypatch, refused):
 
     monkeypatch.setattr(guard, refused, refuse)
     reading, writing = os.pipe()
-    watch = {
-        "wait": lambda: guard._watch(0, reading, guard.Limits(60), []),
-        "_descendants": lambda: guard._look(guard.Limits(60)),
-    }
-    with (
-        contextlib.closing(open(reading, "rb")),
-        contextlib.closing(open(writing, "wb")),
-        pytest.raises(ChildProcessError, match="cannot be watched any more .*Invalid argument"),
-    ):
-        watch[refused]()
+    message = "cannot be watched any more .*Invalid argument"
+    with open(reading, "rb"), open(writing, "wb"), pytest.raises(ChildProcessError, match=message):
+        if refused == "wait":
+            guard._watch(0, reading, guard.Limits(60), [])
+        guard._look(guard.Limits(60))
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -212,21 +207,20 @@ def fill(opening, mark):
 TOO_MUCH = r"hold [0-9,]+ MiB of memory, but 1,024 MiB is the limit"
 
 
-def test_a_file_in_memory_without_a_name_is_memory(mark):
-    with pytest.raises(ChildProcessError, match=TOO_MUCH):
-        check(fill('const int file = memfd_create("mine", 0);', mark), guard.Limits(120, resident_bytes=1 << 30))
-
-
 def opening(shared_file):
     """Open a file of /dev/shm that has no name any more."""
     return f'const int file = open("{shared_file}", O_CREAT | O_RDWR, 0600); unlink("{shared_file}");'
 
 
-def test_a_file_in_shared_memory_is_memory(mark, monkeypatch, shared_file):
-    """Where the system does not refuse to make it."""
-    monkeypatch.setattr(in_subprocess, "_supervise", hostile.supervise_without_landlock)
+@pytest.mark.parametrize("where", ["memory without a name", "shared memory"])
+def test_a_file_in_memory_is_memory(mark, monkeypatch, shared_file, where):
+    """One of /dev/shm, too, where the system does not refuse to make it."""
+    opens = 'const int file = memfd_create("mine", 0);'
+    if where == "shared memory":
+        monkeypatch.setattr(in_subprocess, "_supervise", hostile.supervise_without_landlock)
+        opens = opening(shared_file)
     with pytest.raises(ChildProcessError, match=TOO_MUCH):
-        check(fill(opening(shared_file), mark), guard.Limits(120, resident_bytes=1 << 30))
+        check(fill(opens, mark), guard.Limits(120, resident_bytes=1 << 30))
 
 
 def test_no_file_is_left_in_shared_memory(shared_file):

@@ -42,6 +42,8 @@ def check(text, limits=guard.Limits(120)):
 # ---- what a text may not say ----------------------------------------------------------------------
 
 BUT = "but the file of a kernel may"
+RUNTIME = "moeblaze_ref.backends.numba_cuda.runtime"
+IMPORTS = "import math, numba, numba.cuda, numba.types, numpy and numpy.random, and THREADS"
 NUMPYS = (
     "testing load loadtxt genfromtxt fromfile fromregex memmap save savez savetxt f2py ctypeslib lib core test info "
     "DataSource show_config from_dlpack frombuffer fromstring typing char rec ma emath linalg ndarray dtype object_"
@@ -69,16 +71,10 @@ ASSIGNMENTS = (
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            "import gc",
-            f"imports gc, {BUT} import math, numba, numba.cuda, numba.types, numpy and numpy.random, and THREADS",
-        ),
+        ("import gc", f"imports gc, {BUT} {IMPORTS}"),
         ("import numpy, os.path", "imports os.path"),
         ("from moeblaze_ref.backends.numpy_ref import combine", "imports combine from moeblaze_ref.backends.numpy_ref"),
-        (
-            "from moeblaze_ref.backends.numba_cuda.runtime import os",
-            "imports os from moeblaze_ref.backends.numba_cuda.runtime",
-        ),
+        (f"from {RUNTIME} import os", f"imports os from {RUNTIME}"),
         ("import moeblaze_ref.verify.checker.report", "imports moeblaze_ref.verify.checker.report"),
         ("from . import other", "imports other from ."),
         ("from numpy import ctypeslib", "imports ctypeslib from numpy"),
@@ -123,10 +119,7 @@ ASSIGNMENTS = (
         ("from numba.cuda import mapped_array", "imports mapped_array from numba.cuda"),
         ("x = numpy.zeros(1, object)", "names object"),
         ("from numba import cuda as c; x = c.sys", "takes sys of numba.cuda"),
-        (
-            "from moeblaze_ref.backends.numba_cuda.runtime import cuda; x = cuda.kernelapi",
-            "takes kernelapi of numba.cuda",
-        ),
+        (f"from {RUNTIME} import cuda; x = cuda.kernelapi", "takes kernelapi of numba.cuda"),
         ("import numba.cuda as c; x = c.np", "takes np of numba.cuda"),
         ("x = breakpoint()", "names breakpoint"),
         ("x = math.sys", "takes sys of math"),
@@ -332,14 +325,14 @@ def forged_in_c(*then):
     return f"#include <unistd.h>\nstatic const char forged[] = {json.dumps(forged())};\n" + "".join(then)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        combine_that(EVERY_FILE, forged_in_c(), then=""),
-        forged_in_c(f"__attribute__((constructor)) static void before() {{ {EVERY_FILE} }}\n", COMBINE),
-    ],
-    ids=["in the kernel", "when it is loaded"],
-)
+BEFORE = f"__attribute__((constructor)) static void before() {{ {EVERY_FILE} }}\n"
+FORGING = {
+    "in the kernel": combine_that(EVERY_FILE, forged_in_c(), then=""),
+    "when it is loaded": forged_in_c(BEFORE, COMBINE),
+}
+
+
+@pytest.mark.parametrize("text", FORGING.values(), ids=FORGING)
 def test_no_pipe_takes_a_verdict_from_cuda(text):
     assert NOTHING_WRITTEN in check(text).first_problem
 
@@ -524,15 +517,23 @@ def test_children_end_with_the_time(mark, monkeypatch):
     assert not hostile.processes_of(mark)
 
 
-def test_too_much_memory(mark):
-    """Of a child, too: it is what all hold together."""
-    take = (
-        "mmap(0, 3ul << 30, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);"
-        f'(void)!system("sleep {mark}");'
-    )
-    includes = "#include <cstdlib>\n#include <sys/mman.h>\n"
-    with pytest.raises(ChildProcessError, match="hold [0-9,]+ MiB of memory, but 2,048 MiB is the limit"):
-        check(combine_that(take, includes), guard.Limits(120, resident_bytes=2 << 30))
+MUCH = "mmap(0, 3ul << 30, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);"
+MANY = "for i in 1 2 3 4 5 6 7 8 9 10 11 12; do setsid sleep {mark} & done; "
+
+
+@pytest.mark.parametrize(
+    ("does", "starts", "limits", "message"),
+    [
+        # Of a child, too: it is what all hold together.
+        (MUCH, "", {"resident_bytes": 2 << 30}, "hold [0-9,]+ MiB of memory, but 2,048 MiB is the limit"),
+        ("", MANY, {"processes": 8}, r"the kernel has \d+ processes, but 8 is the limit"),
+    ],
+    ids=["memory", "processes"],
+)
+def test_too_much(mark, does, starts, limits, message):
+    does += f'(void)!system("{starts.format(mark=mark)}sleep {mark}");'
+    with pytest.raises(ChildProcessError, match=message):
+        check(combine_that(does, SYSTEM + "#include <sys/mman.h>\n"), guard.Limits(120, **limits))
 
 
 SENDS_ALL_THE_TIME = """
@@ -561,12 +562,6 @@ def test_memory_that_is_reserved_and_not_used_is_no_memory():
     reserve = "mmap(0, 1ul << 42, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);"
     reserve = f"if ({reserve[:-1]} == MAP_FAILED) __trap();"
     assert not check(combine_that(reserve, "#include <sys/mman.h>\n"), guard.Limits(120)).first_problem
-
-
-def test_too_many_processes(mark):
-    many = f'(void)!system("for i in 1 2 3 4 5 6 7 8 9 10 11 12; do setsid sleep {mark} & done; sleep {mark}");'
-    with pytest.raises(ChildProcessError, match=r"the kernel has \d+ processes, but 8 is the limit"):
-        check(combine_that(many, SYSTEM), guard.Limits(120, processes=8))
 
 
 def test_limits_that_the_kernel_itself_holds(capfd):

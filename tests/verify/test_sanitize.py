@@ -50,6 +50,7 @@ def test_the_last_version_of_every_stage_of_products_takes_more_tiles_than_block
     def note(stage, opened, case):
         given.append((stage, opened._options["version"], case.shape))
 
+    monkeypatch.setattr(comparisons, "_OF_VERSIONS", {})
     monkeypatch.setattr(comparisons, "RUN", {stage: functools.partial(note, stage) for stage in comparisons.RUN})
     executor = SimtExecutor()
     sanitize.run_every_kernel(executor)

@@ -63,7 +63,7 @@ __device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage&
             constexpr int HALF = TILE_COLUMNS / 2, HALF_BYTES = B_BYTES / 2;
             wgmma_m64n128k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums, a_now, b_now, true);
             wgmma_m64n128k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums + HALF / 2, a_now,
-                                                                       wgmma_advance(b_now, HALF_BYTES), true);
+                                                                         wgmma_advance(b_now, HALF_BYTES), true);
         } else
             wgmma_m64n256k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums, a_now, b_now, true);
     }

@@ -24,9 +24,13 @@ struct WeightTiles {
     int E, row_tiles, column_tiles, taken = 0;
 
     template <class Shared>
-    __device__ __forceinline__ WeightTiles(Shared& shared, const int* expert_token_offsets, int E, int rows, int columns)
-        : own_tiles(&shared.own_tiles), expert_token_offsets(expert_token_offsets), E(E),
-          row_tiles((rows + TILE_ROWS - 1) / TILE_ROWS), column_tiles((columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {
+    __device__ __forceinline__ WeightTiles(Shared& shared, const int* expert_token_offsets, int E, int rows,
+                                           int columns)
+        : own_tiles(&shared.own_tiles),
+          expert_token_offsets(expert_token_offsets),
+          E(E),
+          row_tiles((rows + TILE_ROWS - 1) / TILE_ROWS),
+          column_tiles((columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {
         static_assert(STEP == TILE_DEPTH && sizeof(TileAssignment) <= sizeof shared.finished, "see tile_lists.cuh");
         TileAssignment& assignment = *reinterpret_cast<TileAssignment*>(shared.finished);
         assign_tiles(shared.own_tiles, assignment, expert_token_offsets, E, row_tiles * column_tiles);
@@ -37,8 +41,8 @@ struct WeightTiles {
         if (expert >= E) return false;
         const int inside = number - expert * of_expert, column = inside / row_tiles;
         const int begin = expert_token_offsets[expert], end = expert_token_offsets[expert + 1];
-        tile = {expert, (inside - column * row_tiles) * TILE_ROWS, column * TILE_COLUMNS, begin, end,
-                (end - begin + TILE_DEPTH - 1) / TILE_DEPTH};
+        tile = {expert, (inside - column * row_tiles) * TILE_ROWS,  column * TILE_COLUMNS, begin,
+                end,    (end - begin + TILE_DEPTH - 1) / TILE_DEPTH};
         return true;
     }
 };
@@ -147,8 +151,12 @@ struct GatheredAndPlain {
     __device__ __forceinline__ GatheredAndPlain(const WeightTile& tile, const Scalar* gathered, int gathered_width,
                                                 const TensorMap& plain_map, const Scalar* plain, int plain_width,
                                                 const int* expert_token_indices)
-        : tile(tile), gathered(gathered, gathered_width, tile.row), plain(plain, plain_width, tile.column),
-          plain_map(plain_map), tokens(expert_token_indices + tile.begin), now(0),
+        : tile(tile),
+          gathered(gathered, gathered_width, tile.row),
+          plain(plain, plain_width, tile.column),
+          plain_map(plain_map),
+          tokens(expert_token_indices + tile.begin),
+          now(0),
           later(tile.steps > 0 ? read(0) : 0) {}
 
     // Of the 16 rows that this warp brings in a step: lane l reads the token of row l % 16 in step + l / 16.

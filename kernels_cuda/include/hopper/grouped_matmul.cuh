@@ -29,8 +29,9 @@ struct WarpRoles {
     // registers are dealt out anew, 128 at first, too few for ptxas to take a wgmma of all columns.
     static constexpr bool CROWDED = FIRST_CONSUMER > WARPGROUP / WARP;
     static constexpr int PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 168, EPILOGUE_REGISTERS = 104;  // if crowded
-    static_assert(!CROWDED || PRODUCER_WARPS * PRODUCER_REGISTERS + EPILOGUE_WARPS * EPILOGUE_REGISTERS +
-                                      CONSUMERS * CONSUMER_REGISTERS <= BLOCK / WARP * 128,
+    static constexpr int REGISTERS =
+        PRODUCER_WARPS * PRODUCER_REGISTERS + EPILOGUE_WARPS * EPILOGUE_REGISTERS + CONSUMERS * CONSUMER_REGISTERS;
+    static_assert(!CROWDED || REGISTERS <= BLOCK / WARP * 128,
                   "a warp that asks for more than the block began with waits for ever");
 };
 

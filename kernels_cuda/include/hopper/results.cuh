@@ -8,8 +8,8 @@
 // Sums of 64 rows and 128 columns each, as wgmma leaves them.
 using TileSums = float[2][64];
 
-// Of four lanes, each has two neighbours of four chunks, those of chunk j from sums[4 j] on: lane t gets all of chunk t,
-// rounded.
+// Of four lanes, each has two neighbours of four chunks, those of chunk j from sums[4 j] on: lane t gets all of chunk
+// t, rounded.
 __device__ __forceinline__ Chunk chunk_in_quad(const float* sums) {
     Chunk chunk;
 #pragma unroll

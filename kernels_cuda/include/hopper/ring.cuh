@@ -3,8 +3,8 @@
 #include "hopper/barrier.cuh"
 #include "hopper/stage.cuh"
 
-// Initialises the barriers of a ring, for one thread; a barrier_init_fence() and a __syncthreads() follow. A stage is full
-// after so many arrivals, and empty after so many.
+// Initialises the barriers of a ring, for one thread; a barrier_init_fence() and a __syncthreads() follow. A stage is
+// full after so many arrivals, and empty after so many.
 template <int COUNT>
 __device__ __forceinline__ void open_ring(Barrier (&full)[COUNT], Barrier (&empty)[COUNT], int arrivals_full,
                                           int arrivals_empty) {

@@ -21,8 +21,14 @@ struct RowTiles {
     int begin, end;                     // the expert's rows in expert order
 
     __device__ __forceinline__ RowTiles(const int* expert_token_offsets, int E, int columns, int width, int depth)
-        : expert_token_offsets(expert_token_offsets), E(E), column_tiles((columns + width - 1) / width), width(width),
-          steps((depth + TILE_DEPTH - 1) / TILE_DEPTH), number(blockIdx.x), begin(0), end(expert_token_offsets[1]) {}
+        : expert_token_offsets(expert_token_offsets),
+          E(E),
+          column_tiles((columns + width - 1) / width),
+          width(width),
+          steps((depth + TILE_DEPTH - 1) / TILE_DEPTH),
+          number(blockIdx.x),
+          begin(0),
+          end(expert_token_offsets[1]) {}
 
     __device__ __forceinline__ int row_tiles() const { return (end - begin + TILE_ROWS - 1) / TILE_ROWS; }
 

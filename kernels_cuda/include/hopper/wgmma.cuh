@@ -18,8 +18,7 @@ constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
 // next.
 __device__ __forceinline__ unsigned long long wgmma_operand(const void* shared, int leading) {
     constexpr unsigned long long EIGHT_ROWS = 1024, SWIZZLE_128 = 1;
-    return (shared_address(shared) & 0x3ffff) >> 4 | (leading >> 4) << 16 | EIGHT_ROWS >> 4 << 32 |
-           SWIZZLE_128 << 62;
+    return (shared_address(shared) & 0x3ffff) >> 4 | (leading >> 4) << 16 | EIGHT_ROWS >> 4 << 32 | SWIZZLE_128 << 62;
 }
 // The same operand, some bytes further on.
 __device__ __forceinline__ unsigned long long wgmma_advance(unsigned long long operand, int bytes) {
@@ -48,16 +47,17 @@ __device__ __forceinline__ void wgmma_results(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define MOEBLAZE_D8(i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-        "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define MOEBLAZE_D64(i)                                                                                      \
+#define MOEBLAZE_D8(i)                                                                                          \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define MOEBLAZE_D64(i)                                                                                \
     MOEBLAZE_D8(i), MOEBLAZE_D8(i + 8), MOEBLAZE_D8(i + 16), MOEBLAZE_D8(i + 24), MOEBLAZE_D8(i + 32), \
         MOEBLAZE_D8(i + 40), MOEBLAZE_D8(i + 48), MOEBLAZE_D8(i + 56)
 #define MOEBLAZE_WGMMA_128(TYPE)                                                             \
     asm volatile(                                                                            \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                         \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                     \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                         \
+        " "                                                                                  \
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"             \
         " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"   \
         " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"   \
@@ -68,7 +68,8 @@ __device__ __forceinline__ void wgmma_results(float (&d)[COUNT]) {
 #define MOEBLAZE_WGMMA_256(TYPE)                                                                             \
     asm volatile(                                                                                            \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                        \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " "                                     \
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE                                         \
+        " "                                                                                                  \
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"                             \
         " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"                   \
         " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"                   \

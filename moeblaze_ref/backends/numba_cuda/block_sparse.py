@@ -238,8 +238,7 @@ def padded_gather(x, bins, gates=None):
     rows = float32_output((bins.P, x.shape[1]))
     kernel = padded_gather_kernel(gates is not None)
     launch(kernel, blocks_for(rows.size), THREADS, *all_to_device(x, gates, bins.slots), bins.k, rows)
-    (rows,) = to_caller(x, rows)
-    return rows
+    return to_caller(x, rows)[0]
 
 
 @implements(sparse_contracts.PADDED_SCATTER, ARRAYS)
@@ -253,8 +252,7 @@ def padded_scatter(y, bins, gates=None):
         launch(sum_rows_kernel, blocks_for(out.size), THREADS, *all_to_device(y, bins.rows), out)
     else:
         launch(combine_kernel, blocks_for(out.size), THREADS, *all_to_device(y, gates, bins.rows), out)
-    (out,) = to_caller(y, out)
-    return out
+    return to_caller(y, out)[0]
 
 
 @implements(sparse_contracts.GATE_GRADIENT, ARRAYS)
@@ -262,8 +260,7 @@ def gate_gradient(d_out, y, bins):
     """The kernel is that of the combine."""
     d_gates = float32_output((bins.L, bins.k))
     launch(d_gates_kernel, blocks_for(d_gates.size), THREADS, *all_to_device(d_out, y, bins.rows), d_gates)
-    (d_gates,) = to_caller(d_out, d_gates)
-    return d_gates
+    return to_caller(d_out, d_gates)[0]
 
 
 # The three products
@@ -400,8 +397,7 @@ def sdd(lhs, rhs, topology, transpose_rhs=False):
     values = float32_output((topology.nnz, topology.block, topology.block))
     operands = all_to_device(lhs, _parts(rhs), topology.row_indices, topology.column_indices)
     launch(sdd_kernel(bool(transpose_rhs)), blocks_for(values.size), THREADS, *operands, values)
-    (values,) = to_caller(lhs, values)
-    return values
+    return to_caller(lhs, values)[0]
 
 
 @implements(sparse_contracts.DSD, ARRAYS)
@@ -411,8 +407,7 @@ def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
     result = float32_output((topology.shape[1 if transpose_lhs else 0], _extents(rhs)[0 if transpose_rhs else 1]))
     kernel = dsd_kernel(bool(transpose_lhs), bool(transpose_rhs))
     launch(kernel, blocks_for(result.size), THREADS, *all_to_device(values, *lines, rhs), result)
-    (result,) = to_caller(values, result)
-    return result
+    return to_caller(values, result)[0]
 
 
 @implements(sparse_contracts.DDS, ARRAYS)
@@ -421,8 +416,7 @@ def dds(lhs, values, topology, transpose_lhs=False, parts=1):
     result = float32_output((parts, _extents(lhs)[1 if transpose_lhs else 0], topology.shape[1] // parts))
     operands = all_to_device(lhs, values, *_by_column(topology))
     launch(dds_kernel(bool(transpose_lhs)), blocks_for(result.size), THREADS, *operands, result)
-    (result,) = to_caller(like, result)
-    return result
+    return to_caller(like, result)[0]
 
 
 def _by_row(topology):
@@ -510,8 +504,7 @@ def activate_backward_kernel(activation):
 def activate(a, b, activation):
     y_swi = float32_output(a.shape)
     launch(activate_kernel(activation), blocks_for(y_swi.size), THREADS, *all_to_device(a, b), y_swi)
-    (y_swi,) = to_caller(a, y_swi)
-    return y_swi
+    return to_caller(a, y_swi)[0]
 
 
 @implements(sparse_contracts.ACTIVATE_BACKWARD, ARRAYS)

@@ -85,8 +85,7 @@ def forward(y, gates, dispatch):
     """Rows are summed in the order j = 0, ..., k - 1: always the same bits."""
     out = float32_output((dispatch.L, y.shape[1]))
     launch(combine_kernel, blocks_for(out.size), THREADS, *all_to_device(y, gates, dispatch.token_index_map), out)
-    (out,) = to_caller(y, out)
-    return out
+    return to_caller(y, out)[0]
 
 
 @implements(stage_contracts.COMBINE_BACKWARD, ARRAYS)

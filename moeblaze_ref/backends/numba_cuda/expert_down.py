@@ -142,8 +142,7 @@ def forward(y_swi, w3, dispatch):
     y = float32_output((dispatch.R, w3.shape[2]))
     operands = all_to_device(y_swi, w3, dispatch.token_expert_indices, dispatch.token_index_map)
     launch(expert_down_kernel, blocks_for(y.size), THREADS, *operands, y)
-    (y,) = to_caller(y_swi, y)
-    return y
+    return to_caller(y_swi, y)[0]
 
 
 @implements(stage_contracts.EXPERT_DOWN_D_HIDDEN, ARRAYS)
@@ -170,5 +169,4 @@ def weight_gradient(gated_y, d_out, dispatch):
     d_w3 = float32_output((dispatch.E, gated_y.shape[1], d_out.shape[1]))
     operands = all_to_device(gated_y, d_out, dispatch.expert_token_indices, dispatch.expert_token_offsets)
     launch(d_w3_kernel, blocks_for(d_w3.size), THREADS, *operands, d_w3)
-    (d_w3,) = to_caller(d_out, d_w3)
-    return d_w3
+    return to_caller(d_out, d_w3)[0]

@@ -180,8 +180,7 @@ def input_gradient(d_a, d_b, w1, w2, dispatch):
     d_x = float32_output((dispatch.L, w1.shape[1]))
     operands = all_to_device(d_a, d_b, w1, w2, dispatch.token_expert_indices, dispatch.token_index_map)
     launch(d_x_kernel(w2 is not None), blocks_for(d_x.size), THREADS, *operands, d_x)
-    (d_x,) = to_caller(d_a, d_x)
-    return d_x
+    return to_caller(d_a, d_x)[0]
 
 
 @implements(stage_contracts.EXPERT_UP_D_W, ARRAYS)
@@ -189,5 +188,4 @@ def weight_gradient(d_hidden, x, dispatch):
     d_w = float32_output((dispatch.E, x.shape[1], d_hidden.shape[1]))
     operands = all_to_device(d_hidden, x, dispatch.expert_token_indices, dispatch.expert_token_offsets)
     launch(d_w_kernel, blocks_for(d_w.size), THREADS, *operands, d_w)
-    (d_w,) = to_caller(x, d_w)
-    return d_w
+    return to_caller(x, d_w)[0]

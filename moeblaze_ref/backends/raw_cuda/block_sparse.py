@@ -116,7 +116,7 @@ def _check_lines(topology: Topology, version: str):
 
 
 def _structures(executor: Executor, block: int) -> Module:
-    return executor.load("block_sparse/0_structures.cu", BLOCK=block, THREADS=gemm.THREADS)
+    return executor.load("block_sparse/structures.cu", BLOCK=block, THREADS=gemm.THREADS)
 
 
 # Rows into bins and back ----------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def gate_gradient(
 
 
 def _rows(executor: Executor, dtype: str, pack: int) -> Module:
-    return executor.load("block_sparse/0_rows.cu", **gemm.constants(dtype), PACK=pack)
+    return executor.load("block_sparse/rows.cu", **gemm.constants(dtype), PACK=pack)
 
 
 # The three products ---------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def activate_backward(
 def _between(executor: Executor, dtype: str, activation: str, kernel: str, shape: tuple[int, ...], **values: Array):
     nnz, block, _ = shape
     pack = widest_pack(values["a"], block * block)
-    module = executor.load("block_sparse/0_hidden.cu", **gemm.constants(dtype, activation), PACK=pack)
+    module = executor.load("block_sparse/hidden.cu", **gemm.constants(dtype, activation), PACK=pack)
     count = nnz * block * block
     module.launch(kernel, **gemm.per_element(count // pack), **values, values=count)
 

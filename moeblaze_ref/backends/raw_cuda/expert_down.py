@@ -109,7 +109,7 @@ def _summed(add, y_swi, w3, gates, dispatch, executor, version):
         gate_of_row = executor.empty((dispatch.R,), "float32")
         slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.slots}
         gate_rows = {**slots, "gates": gates, "gate_of_row": gate_of_row}
-        gate_module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
+        gate_module = executor.load("expert_down/gates.cu", THREADS=gemm.THREADS)
         gate_module.launch("gate_rows", **gemm.per_element(dispatch.slots), **gate_rows)
         operands = {
             "y_swi": y_swi,
@@ -177,7 +177,7 @@ def hidden_gradients(
     gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
         return d_a, d_b, gated_y, d_gates
-    gate_module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
+    gate_module = executor.load("expert_down/gates.cu", THREADS=gemm.THREADS)
     slots = {**gemm.per_element(dispatch.slots), "token_index_map": dispatch.token_index_map, "R": dispatch.slots}
     gate_of_row = executor.empty((dispatch.R,), "float32")
     gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)

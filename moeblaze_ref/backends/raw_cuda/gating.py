@@ -103,7 +103,7 @@ def expert_shares(topk_experts: Array, num_experts: int, executor: Executor | No
         return shares
     tiles = ceil_div(L, THREADS)
     counts = executor.empty((tiles, num_experts), "int32")
-    module = executor.load("gating/0_sums.cu", THREADS=THREADS)
+    module = executor.load("gating/sums.cu", THREADS=THREADS)
     module.launch(
         "expert_counts",
         grid=tiles,
@@ -131,7 +131,7 @@ def expert_shares(topk_experts: Array, num_experts: int, executor: Executor | No
 def _sum_terms(executor: Executor, terms: Array, scale: float) -> Array:
     """scale * the sum of the blocks' terms, 0-d."""
     total = executor.empty((), "float32")
-    module = executor.load("gating/0_sums.cu", THREADS=THREADS)
+    module = executor.load("gating/sums.cu", THREADS=THREADS)
     module.launch("sum_terms", grid=1, block=THREADS, terms=terms, total=total, scale=scale, num_terms=terms.shape[0])
     return total
 

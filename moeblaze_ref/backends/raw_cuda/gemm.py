@@ -82,7 +82,7 @@ def sum_rows(
     (L, pitch), width = out.shape, rows.shape[1]
     if L * width == 0:
         return
-    file, kernel, operands = "expert_up/0_sum_rows.cu", "sum_rows", {"rows": rows, "d_x": out}
+    file, kernel, operands = "expert_up/sum_rows.cu", "sum_rows", {"rows": rows, "d_x": out}
     if gates is not None:
         file, kernel, operands = "combine/2_vector.cu", "combine", {"y": rows, "gates": gates, "out": out}
     pack = widest_pack(rows, gcd(first, width, pitch))

@@ -230,10 +230,6 @@ ENTRY = {*KEY, "tile", "gain"}
 def load(path: Path) -> list[dict[str, Any]]:
     """The runs of a table, their tiles as `MmaTile` and `HopperTile`.
 
-    Parameters
-    ----------
-    path : Path
-
     Raises
     ------
     OSError

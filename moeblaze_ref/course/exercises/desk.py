@@ -35,19 +35,9 @@ class Desk:
         self.last: Exercise | None = None
 
     def predict(self, name: str, **said: Any) -> Markdown:
-        """Compare predictions with what the project computes.
+        """Compare predictions with what the project computes; return what was right, and what it shows.
 
-        Parameters
-        ----------
-        name : str
-            The exercise.
-        **said
-            A number, or one of the answers that there are, for each of those asked for.
-
-        Returns
-        -------
-        Markdown
-            What was right, and what it shows.
+        ``said`` has a number, or one of the answers that there are, for each of those asked for.
 
         Raises
         ------
@@ -73,19 +63,7 @@ class Desk:
         return Markdown(f"**Right.** {by}\n\n{table(rows).data}\n\n{exercise.why}")
 
     def construct(self, name: str, **said: Any) -> Markdown:
-        """Check an example that the reader constructed.
-
-        Parameters
-        ----------
-        name : str
-            The exercise.
-        **said
-            An answer for each name that is asked for.
-
-        Returns
-        -------
-        Markdown
-            What the example shows.
+        """Check an example, ``said`` for each name that is asked for; return what the example shows.
 
         Raises
         ------
@@ -106,19 +84,9 @@ class Desk:
         return Markdown(f"**Right.** Checked by `{exercise.checked_by}`.\n\n{exercise.why}")
 
     def check(self, name: str, text: str) -> Markdown:
-        """Check the kernel in a cell: the magic ``%%check NAME``.
+        """Check the kernel in a cell, the text below the magic ``%%check NAME``.
 
-        Parameters
-        ----------
-        name : str
-            The exercise.
-        text : str
-            The cell below the magic.
-
-        Returns
-        -------
-        Markdown
-            The checker's report, case by case, and what the exercise shows.
+        Return the checker's report, case by case, and what the exercise shows.
 
         Raises
         ------

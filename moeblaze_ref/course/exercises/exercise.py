@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from moeblaze_ref.core.config import PRESETS, MoEConfig
 from moeblaze_ref.course.exercises.kernels import Kernel
@@ -18,29 +18,43 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """One number that a reader predicts, or one thing that a reader constructs.
+    """One number that a reader predicts, or one thing that a reader constructs."""
 
-    Parameters
-    ----------
-    unit : str
-        What it counts, the answers that there are, or its shape.
-    formula : str
-        The solution: Python, in the names that the exercise gives.
-    """
-
-    unit: str
-    formula: str
+    unit: str  #: what it counts, the answers that there are, or its shape
+    formula: str  #: the solution: Python, in the names that the exercise gives
 
 
-class _Answered:
-    """The cell of an exercise that calls ``function`` with an answer for each name in ``asked``."""
+@dataclass(frozen=True, kw_only=True)
+class _Stated:
+    """What every exercise states; line breaks of its Markdown are spaces, but for those between paragraphs."""
 
     name: str
-    function: str
-    given: dict[str, Any]
+    title: str
+    question: str  #: Markdown, like the next two
+    hint: str
+    why: str  #: what the solution shows
+
+    def __post_init__(self):
+        for field in ("question", "hint", "why"):
+            paragraphs = getattr(self, field).split("\n\n")
+            object.__setattr__(self, field, "\n\n".join(" ".join(one.split()) for one in paragraphs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answered(_Stated):
+    """An exercise whose cell calls the function of its kind with an answer for each name in ``asked``."""
+
+    given: dict[str, Any]  #: what the answers depend on, by the names of the cell: layers, numbers, lists
     asked: dict[str, Asked]
-    steps: tuple[str, ...]
-    language = "python"
+    steps: tuple[str, ...] = ()  #: lines of the solution that come before its formulas
+
+    kind: ClassVar[str]
+    language: ClassVar[str] = "python"
+
+    @property
+    def call(self) -> str:
+        """What the cell does, in words."""
+        return f"calls {self.kind}(...)"
 
     @property
     def unsolved(self) -> str:
@@ -59,73 +73,33 @@ class _Answered:
     def _stated_as(self, steps: tuple[str, ...], said: dict[str, str]) -> str:
         given = [f"{name} = {_stated(value)}" for name, value in self.given.items()]
         lines = [f"    {name}={said[name]},  # {asked.unit}" for name, asked in self.asked.items()]
-        return "\n".join([*given, *steps, f"{self.function}(", f'    "{self.name}",', *lines, ")"])
+        return "\n".join([*given, *steps, f"{self.kind}(", f'    "{self.name}",', *lines, ")"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction(_Answered):
-    """Numbers that the reader states before the project computes them.
+    """Numbers that the reader states before the project computes them."""
 
-    Parameters
-    ----------
-    name, title, question, hint, why : str
-        ``question``, ``hint`` and ``why`` are Markdown; the last tells what the solution shows.
-    given : dict
-        What the numbers depend on, by the names of the cell: layers, numbers, lists, arrays of whole numbers.
-    asked : dict of Asked
-    truth : callable
-        Takes what is given by name and returns every number that is asked for, or the right answer.
-    computed_by : str
-        The project's function that ``truth`` takes them from.
-    steps : tuple of str
-        Lines of the solution that come before its formulas.
-    """
-
-    name: str
-    title: str
-    question: str
-    given: dict[str, Any]
-    asked: dict[str, Asked]
-    truth: Callable[..., dict[str, float | str]]
-    computed_by: str
-    hint: str
-    why: str
-    steps: tuple[str, ...] = ()
+    truth: Callable[..., dict[str, float | str]]  #: of what is given, by name: every answer that is asked for
+    computed_by: str  #: the project's function that ``truth`` takes them from
 
     kind = "predict"
-    function = "predict"
-    noun, call = "prediction", "calls predict(...)"
+    noun = "prediction"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Construction(_Answered):
     """An example that the reader constructs: several answers are right, and the project checks each.
 
-    Parameters
-    ----------
-    name, title, question, given, asked, hint, why, steps
-        As of a `Prediction`.
-    check : callable
-        Takes what is given and the answers, by name. Returns one sentence that says what is wrong, empty if nothing is.
-        Raises ValueError or TypeError if an answer has the wrong form.
-    checked_by : str
-        The project's function that ``check`` compares with.
+    ``check`` takes what is given and the answers, by name. It returns one sentence that says what is wrong, empty if
+    nothing is, and raises ValueError or TypeError if an answer has the wrong form.
     """
 
-    name: str
-    title: str
-    question: str
-    given: dict[str, Any]
-    asked: dict[str, Asked]
     check: Callable[..., str]
-    checked_by: str
-    hint: str
-    why: str
-    steps: tuple[str, ...] = ()
+    checked_by: str  #: the project's function that ``check`` compares with
 
     kind = "construct"
-    function = "construct"
-    noun, call = "construction", "calls construct(...)"
+    noun = "construction"
 
 
 def _stated(value: Any) -> str:
@@ -136,48 +110,29 @@ def _stated(value: Any) -> str:
     return f'preset("{name}").config'
 
 
-@dataclass(frozen=True)
-class KernelExercise:
+@dataclass(frozen=True, kw_only=True)
+class KernelExercise(_Stated):
     """A kernel with a hole or a planted bug, for the checker.
-
-    Parameters
-    ----------
-    name, title, question, hint, why : str
-        As of a `Prediction`.
-    kind : str
-        "numba", "cuda" or "bug".
-    task : str
-        What the kernel must do, one of ``checker.CONTRACTS``.
-    kernel : Kernel
-        The right one.
-    changes : tuple of (str, str)
-        Lines of the solution, and what the reader finds in their place.
-    budgets : tuple of str
-        As of `checker.examine`.
 
     Raises
     ------
     ValueError
-        If some lines are not in the solution, or there more than once.
+        If the lines to change are not in the solution, or there more than once.
     """
 
-    name: str
-    title: str
-    kind: str
-    question: str
-    task: str
-    kernel: Kernel
-    changes: tuple[tuple[str, str], ...]
-    budgets: tuple[str, ...]
-    hint: str
-    why: str
+    kind: str  #: "numba", "cuda" or "bug"
+    task: str  #: what the kernel must do, one of ``checker.CONTRACTS``
+    kernel: Kernel  #: the right one
+    change: tuple[str, str]  #: lines of the solution, and what the reader finds in their place
+    budgets: tuple[str, ...]  #: as of `checker.examine`
 
     noun, call = "kernel", "begins with %%check"
 
     def __post_init__(self):
-        for old, _ in self.changes:
-            if self.solution.count(old) != 1:
-                raise ValueError(f"{self.name}: the solution has {old!r} {self.solution.count(old)} times, not once")
+        super().__post_init__()
+        right, _ = self.change
+        if self.solution.count(right) != 1:
+            raise ValueError(f"{self.name}: the solution has {right!r} {self.solution.count(right)} times, not once")
 
     @property
     def language(self) -> str:
@@ -197,10 +152,7 @@ class KernelExercise:
     @property
     def unsolved(self) -> str:
         """The kernel as the reader finds it."""
-        text = self.solution
-        for old, new in self.changes:
-            text = text.replace(old, new)
-        return text
+        return self.solution.replace(*self.change)
 
     def cell(self, text: str) -> str:
         """The notebook's cell that hands a kernel to the checker."""
@@ -212,17 +164,9 @@ Exercise = Prediction | Construction | KernelExercise
 
 @dataclass(frozen=True)
 class Sheet:
-    """The exercises of one notebook of the course, or a sheet of its own.
+    """The exercises of one notebook of the course, or a sheet of its own, which has no number."""
 
-    Parameters
-    ----------
-    course : str
-        File name of the notebook without its ending, which is the sheet's too. A sheet of its own has no number.
-    title : str
-    exercises : tuple of Exercise
-    """
-
-    course: str
+    course: str  #: file name of the notebook without its ending, which is the sheet's too
     title: str
     exercises: tuple[Exercise, ...]
 

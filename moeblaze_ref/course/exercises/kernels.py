@@ -16,24 +16,12 @@ NUMBA_IMPORTS = "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, Z
 
 @dataclass(frozen=True)
 class Kernel:
-    """A right kernel, and how the checker launches it.
+    """A right kernel, and how the checker launches it."""
 
-    Parameters
-    ----------
-    name : str
-        Of the function that is launched.
-    text : str
-        The whole file.
-    grid : str, optional
-        In blocks; a Numba kernel states its launch itself.
-    shared_bytes : str
-        Dynamic shared memory of a .cu kernel's block.
-    """
-
-    name: str
-    text: str
-    grid: str | None = None
-    shared_bytes: str = "0"
+    name: str  #: of the function that is launched
+    text: str  #: the whole file
+    grid: str | None = None  #: in blocks; a Numba kernel states its launch itself
+    shared_bytes: str = "0"  #: dynamic shared memory of a .cu kernel's block
 
     @property
     def language(self) -> str:

@@ -5,7 +5,7 @@
 A sheet's two notebooks have the same cells, but for the code: unsolved in the one, solved in the other.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from nbformat import NotebookNode
@@ -62,15 +62,13 @@ ASK = (
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet as a reader finds it."""
     other = f"Solutions, when you are done: [{sheet.title}](../solutions/{sheet.course}.ipynb)."
-    return _notebook(
-        sheet, "Exercises", f"{_how(sheet)}\n\n{other}", lambda exercise: exercise.unsolved, lambda exercise: ""
-    )
+    return _notebook(sheet, "Exercises", f"{_how(sheet)}\n\n{other}", solved=False)
 
 
 def solution_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet solved, with what each exercise shows."""
     other = f"Try them first: [{sheet.title}](../exercises/{sheet.course}.ipynb)."
-    return _notebook(sheet, "Solutions", other, lambda exercise: exercise.solution, lambda exercise: exercise.why)
+    return _notebook(sheet, "Solutions", other, solved=True)
 
 
 def _how(sheet: Sheet) -> str:
@@ -83,18 +81,17 @@ def _has(sheet: Sheet, kind: type) -> bool:
     return any(isinstance(exercise, kind) for exercise in sheet.exercises)
 
 
-def _notebook(
-    sheet: Sheet, what: str, how: str, text: Callable[[Exercise], str], after: Callable[[Exercise], str]
-) -> NotebookNode:
+def _notebook(sheet: Sheet, what: str, how: str, solved: bool) -> NotebookNode:
     cells = [
         new_markdown_cell("\n\n".join([*_head(sheet, what), how]), id="title"),
         new_code_cell(SETUP_TO_CONSTRUCT if _has(sheet, Construction) else SETUP, id="setup"),
     ]
     for place, exercise in enumerate(sheet.exercises, start=1):
         cells.append(new_markdown_cell("\n\n".join(_question(place, exercise)), id=exercise.name))
-        cells.append(new_code_cell(exercise.cell(text(exercise)), id=f"{exercise.name}-answer"))
-        if after(exercise):
-            cells.append(new_markdown_cell(after(exercise), id=f"{exercise.name}-why"))
+        text = exercise.solution if solved else exercise.unsolved
+        cells.append(new_code_cell(exercise.cell(text), id=f"{exercise.name}-answer"))
+        if solved:
+            cells.append(new_markdown_cell(exercise.why, id=f"{exercise.name}-why"))
     return new_notebook(cells=cells, metadata=METADATA, nbformat_minor=5)
 
 

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from IPython.display import Markdown
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from moeblaze_ref.backends.numpy_ref import activation as activation_stage
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.drawing import board, cell, centered, heading, panels
 from moeblaze_ref.course.notebook.markdown import table
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW, dotted, drawn
 from moeblaze_ref.nn import oracle
@@ -105,11 +106,11 @@ class Tape:
 class Quotients:
     """Errors of difference quotients of one element against autograd, for steps from large to small."""
 
-    index: tuple[int, ...]  # the element
-    slope: float  # dS / d element by autograd
-    steps: np.ndarray  # (n,)
-    central: np.ndarray  # (n,) relative errors of (S(+step) - S(-step)) / (2 step)
-    one_sided: np.ndarray  # (n,) relative errors of (S(+step) - S) / step
+    index: tuple[int, ...]  #: the element
+    slope: float  #: dS / d element by autograd
+    steps: np.ndarray  #: (n,)
+    central: np.ndarray  #: (n,) relative errors of (S(+step) - S(-step)) / (2 step)
+    one_sided: np.ndarray  #: (n,) relative errors of (S(+step) - S) / step
 
 
 def quotients(tape: Tape, name: str) -> Quotients:
@@ -125,15 +126,11 @@ def quotients(tape: Tape, name: str) -> Quotients:
 def quotients_picture(tape: Tape, name: str) -> Figure:
     """The errors of `quotients` against the step: truncation on one side, rounding on the other."""
     found = quotients(tape, name)
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(8, 3.6)
     axes.loglog(found.steps, found.one_sided, "o-", color=ORANGE, label="one-sided: (S(+e) - S) / e")
     axes.loglog(found.steps, found.central, "o-", color=BLUE, label="central: (S(+e) - S(-e)) / 2e")
-    axes.set_xlabel("step e")
-    axes.set_ylabel("relative distance from autograd")
-    place = ", ".join(map(str, found.index))
-    axes.set_title(f"{name}[{place}]: autograd says {found.slope:.6f}", loc="left", fontsize="medium")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="step e", ylabel="relative distance from autograd")
+    heading(axes, f"{name}[{', '.join(map(str, found.index))}]: autograd says {found.slope:.6f}")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
@@ -145,17 +142,13 @@ def slope_picture(activation: str) -> Figure:
     slope, _ = activation_stage.backward(np.ones_like(a), a, one, activation)
     dots, step = a[5::20], 1e-5
     rise = activation_stage.act(dots + step, activation) - activation_stage.act(dots - step, activation)
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(8, 3.2)
     axes.plot(a, activation_stage.act(a, activation), label="act(a)", **drawn(BLUE))
     axes.plot(a, slope, label="its slope, as the backward has it", **drawn(VERMILLION))
     axes.plot(dots, rise / (2 * step), "o", color=BLACK, markersize=4, label="central differences of act")
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.set_ylim(-1.2, 4)
-    axes.set_xlabel("a")
-    axes.set_ylabel("act(a) and its slope")
-    axes.set_title(activation, loc="left", fontsize="medium")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="a", ylabel="act(a) and its slope", ylim=(-1.2, 4))
+    heading(axes, activation)
     figure.legend(loc="outside right upper", frameon=False)
     return figure
 
@@ -163,18 +156,15 @@ def slope_picture(activation: str) -> Figure:
 def gap_picture(right: dict[str, float], wrong: dict[str, float]) -> Figure:
     """Relative errors by name on one logarithmic axis: right gradients, mistakes, and the bound between them."""
     names = [*right, *wrong]
-    figure = Figure(figsize=(9, 0.9 + 0.27 * len(names)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(9, 0.9 + 0.27 * len(names))
     axes.plot([*right.values()], range(len(right)), label="derived here", **dotted(BLUE))
     axes.plot([*wrong.values()], range(len(right), len(names)), label="with a mistake", **dotted(VERMILLION))
     axes.axvline(BOUNDS["float64"], color=BLACK, linewidth=0.8, label=f"the bound, {BOUNDS['float64']:.0e}")
-    axes.set_xscale("log")
-    axes.set_xlim(1e-17, 10)
+    axes.set(xscale="log", xlim=(1e-17, 10), xlabel="relative error against autograd")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", color=GREY, linewidth=0.3)
-    axes.set_xlabel("relative error against autograd")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
@@ -261,10 +251,7 @@ def flow_picture(policy: str) -> Figure:
 
     A tensor and its gradient share a column. Green arrows go by the indices of the dispatch.
     """
-    figure = Figure(figsize=(11, 5.8), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlim=(-0.45, 4.45), ylim=(-0.35, 4.4))
-    axes.set_axis_off()
+    figure, axes = board(11, 5.8, xlim=(-0.45, 4.45), ylim=(-0.35, 4.4))
     for start, end in IN_PLACE:
         _arrow(axes, start, end, GREY)
     for start, end in BY_INDEX:
@@ -273,10 +260,7 @@ def flow_picture(policy: str) -> Figure:
         _arc(axes, start, end)
     for name, fate in fates(policy).items():
         _box(axes, name, fate)
-    swatches = [
-        Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor=edge, linestyle=line, label=fate)
-        for fate, (fill, edge, line, _) in LOOKS.items()
-    ]
+    swatches = [Patch(fc=fill, ec=edge, ls=line, label=fate) for fate, (fill, edge, line, _) in LOOKS.items()]
     lines = axes.plot([], [], color=GREEN, label="rows gathered or summed by index")
     lines += axes.plot([], [], color=BLACK, linestyle=":", label="read again")
     figure.legend(handles=[*swatches, *lines], loc="outside lower center", ncols=4, frameon=False)
@@ -300,7 +284,7 @@ def _arc(axes, start, end):
 def _box(axes, name, fate):
     column, row, shape = PLACES[name]
     fill, edge, line, letters = LOOKS[fate]
-    corner = column - BOX / 2, row - TALL / 2
-    axes.add_patch(Rectangle(corner, BOX, TALL, facecolor=fill, edgecolor=edge, linestyle=line, zorder=2))
-    axes.text(column, row + 0.08, name, ha="center", va="center", color=letters, weight="bold", zorder=3)
-    axes.text(column, row - 0.12, shape, ha="center", va="center", color=letters, fontsize="small", zorder=3)
+    look = {"facecolor": fill, "edgecolor": edge, "linestyle": line, "zorder": 2}
+    cell(axes, (column - BOX / 2, row - TALL / 2), (BOX, TALL), look)
+    centered(axes, column, row + 0.08, name, color=letters, weight="bold", zorder=3)
+    centered(axes, column, row - 0.12, shape, color=letters, fontsize="small", zorder=3)

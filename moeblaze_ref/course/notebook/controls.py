@@ -20,13 +20,8 @@ def doubling(first: int, last: int, value: int) -> SelectionSlider:
 def explore(picture: Callable[..., Any], **controls: Widget):
     """Draw a picture with the values of the controls, and again whenever one of them is let go.
 
-    Parameters
-    ----------
-    picture : callable
-        Called with a keyword for every control, it returns what is shown. A ValueError, such as that of
-        k > E, is shown as its message.
-    **controls : ipywidgets.Widget
-        By the name of the keyword that they set.
+    ``picture`` is called with a keyword for every control and returns what is shown. A ValueError, such as that of
+    k > E, is shown as its message.
     """
     for control in controls.values():
         control.continuous_update = False

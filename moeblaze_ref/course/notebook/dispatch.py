@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
 from moeblaze_ref.backends.numpy_ref import dispatch as reference
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.drawing import cell, heading, panels
 from moeblaze_ref.core.units import MIB
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, LINES, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, drawn
@@ -48,8 +48,8 @@ class _Board:
         for (row, column), value in np.ndenumerate(values):
             shown, expert = known and value >= 0, experts[row, column]
             color = EXPERT_COLORS[expert % len(EXPERT_COLORS)] if shown and expert >= 0 else PALE
-            self.axes.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=color, edgecolor="white"))
-            self.text(left + column + 0.5, top + row + 0.5, value if shown else "")
+            look, text = {"facecolor": color, "edgecolor": "white"}, value if shown else ""
+            cell(self.axes, (left + column, top + row), (1, 1), look, text, fontsize="small")
         self.text(left, top - 0.35, name, ha="left", color=BLACK if known else GREY)
 
     def text(self, x, y, text, ha="center", **look):
@@ -68,8 +68,8 @@ def dispatch_steps(topk_experts: np.ndarray, num_experts: int, step: int) -> Fig
     """
     checks.check_int("step", step, at_least=0, at_most=len(STEPS) - 1)
     width, height = board_size(topk_experts, num_experts)
-    figure = Figure(figsize=(CELL_INCHES * width, CELL_INCHES * height), layout="constrained")
-    draw_arrays(figure.subplots(), topk_experts, num_experts, STEPS[step], step, positions=step >= 4)
+    figure, axes = panels(CELL_INCHES * width, CELL_INCHES * height)
+    draw_arrays(axes, topk_experts, num_experts, STEPS[step], step, positions=step >= 4)
     return figure
 
 
@@ -152,17 +152,13 @@ def sectors_against_experts(L: int = 2048, k: int = 2, experts: Sequence[int] = 
         for launch in count_dispatch(L, E, k):
             if "dense_map" in launch.buffers:
                 costs.setdefault(launch.kernel, []).append(sector_cost(launch))
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(8, 3.6)
     for (kernel, cost), color in zip(costs.items(), (BLUE, VERMILLION, ORANGE), strict=True):
         axes.plot(experts, cost, marker="o", label=kernel, **drawn(color))
     axes.plot(experts, [min(E, SECTOR_BYTES // 4) for E in experts], color=BLACK, linestyle=":", label="min(E, 8)")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(experts, [str(E) for E in experts])
-    axes.set_xlabel("E, experts")
-    axes.set_ylabel("sector bytes / bytes asked for")
-    axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xticks(experts, experts)
+    axes.set(xlabel="E, experts", ylabel="sector bytes / bytes asked for", ylim=(0, None))
     figure.legend(loc="outside right upper", frameon=False)
     return figure
 
@@ -197,19 +193,16 @@ def map_against_experts(L: int, k: int) -> Figure:
         "the same as a bitmap: L*E/8": ([dense / 32 for dense, _ in sizes], VERMILLION, ":"),
         "the four structures": ([kept for _, kept in sizes], BLUE, "-"),
     }
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(8, 3.6)
     for label, (heights, color, style) in lines.items():
         axes.plot(experts, [height / MIB for height in heights], linestyle=style, color=color, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks(experts, [str(E) for E in experts])
+    axes.set_xticks(experts, experts)
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.set_xlabel("E, experts")
-    axes.set_ylabel("MiB (2**20 bytes)")
-    axes.set_title(f"L = {L:,}, k = {k}", loc="left", fontsize="medium")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="E, experts", ylabel="MiB (2**20 bytes)")
+    heading(axes, f"L = {L:,}, k = {k}")
     figure.legend(loc="outside right upper", frameon=False)
     return figure
 

@@ -59,15 +59,7 @@ class _ThisPython(AsyncKernelManager):
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, cell_seconds: int = 600) -> nbformat.NotebookNode:
-    """A copy of a notebook after a run from top to bottom, by the Python that calls this.
-
-    Parameters
-    ----------
-    notebook : nbformat.NotebookNode
-    folder : Path
-        Where its code runs: paths in it are relative to this.
-    cell_seconds : int
-        Limit of each cell.
+    """A copy of a notebook after a run from top to bottom in a folder, by the Python that calls this.
 
     Raises
     ------
@@ -79,10 +71,9 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, cell_seconds: int = 6
     copy = nbformat.from_dict(notebook)
     with tempfile.TemporaryDirectory() as home:
         where = {"metadata": {"path": str(folder)}}
+        one_thread = {"OMP_NUM_THREADS": "1"}  # more would add in another order
         client = NotebookClient(
             copy, timeout=cell_seconds, kernel_manager_class=_ThisPython, record_timing=False, resources=where
         )
-        client.execute(
-            env={**os.environ, "IPYTHONDIR": home, "OMP_NUM_THREADS": "1"}
-        )  # more would add in another order
+        client.execute(env={**os.environ, "IPYTHONDIR": home, **one_thread})
     return copy

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from moeblaze_ref.backends.numpy_ref import dispatch
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.drawing import panels
 from moeblaze_ref.course.notebook.dispatch import CELL_INCHES, EXPERT_COLORS, PALE, STEPS, board_size, draw_arrays
 from moeblaze_ref.course.notebook.megablocks import draw_bins
 from moeblaze_ref.course.notebook.routing import zipf_choices
@@ -20,7 +21,7 @@ WIDTH = "2.6em"  # of a button
 class Routing(NamedTuple):
     """The experts of each token."""
 
-    topk_experts: tuple[tuple[int, ...], ...]  # L times k
+    topk_experts: tuple[tuple[int, ...], ...]  #: L times k
     E: int
 
 
@@ -110,13 +111,7 @@ class RoutingGrid(VBox, ValueWidget):
 def routing_picture(routing: Routing, capacity_factor: float, block: int) -> Figure:
     """The dense map and the four structures of a routing, and the rows that three systems make of it.
 
-    Parameters
-    ----------
-    routing : Routing
-    capacity_factor : float
-        Of the experts' fixed capacity.
-    block : int
-        Rows of MegaBlocks' blocks.
+    One gives each expert a capacity by ``capacity_factor``, one works in blocks of ``block`` rows, one has no buffer.
 
     Raises
     ------
@@ -126,8 +121,8 @@ def routing_picture(routing: Routing, capacity_factor: float, block: int) -> Fig
     topk_experts = np.array(routing.topk_experts, np.int32)  # (L, k)
     routed = dispatch.build(topk_experts, routing.E)
     width, height = board_size(topk_experts, routing.E)
-    figure = Figure(figsize=(max(CELL_INCHES * width, 10), CELL_INCHES * height + 4), layout="constrained")
-    arrays, bins = figure.subplots(2, 1, height_ratios=(CELL_INCHES * height, 4))
+    tall = CELL_INCHES * height
+    figure, (arrays, bins) = panels(max(CELL_INCHES * width, 10), tall + 4, 2, height_ratios=(tall, 4))
     title = f"R = {routed.R} routed rows of {routed.L} tokens and {routed.E} experts"
     draw_arrays(arrays, topk_experts, routing.E, title, len(STEPS) - 1, positions=False)
     draw_bins(bins, routed, capacity_factor, block)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm, tiles
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig, is_gated
+from moeblaze_ref.core.drawing import board, cell, heading, panels
 from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
@@ -26,14 +26,7 @@ from moeblaze_ref.runtime.source import inlined
 class EditedExecutor(SimtExecutor):
     """SIMT executor that changes the text of kernels and headers before it compiles them.
 
-    Parameters
-    ----------
-    edits : dict of str to str
-        What stands in the text: what takes its place, everywhere.
-    appended : str
-        What is added at the end.
-    **options
-        As `SimtExecutor`.
+    ``edits`` says what stands in the text, and what takes its place everywhere; ``appended`` is added at the end.
 
     Raises
     ------
@@ -116,14 +109,7 @@ def header_symbols(
 ) -> dict[str, int]:
     """Values of the symbols with which the headers of both stages state the bytes of their forward kernels.
 
-    Parameters
-    ----------
-    version : str
-    config : MoEConfig
-    lengths : sequence of int
-        Rows of each expert.
-    kernel : str
-        "expert_up" or "expert_down".
+    ``lengths`` are the rows of each expert; ``kernel`` is "expert_up" or "expert_down".
     """
     tile, projections = tiles.DEFAULTS.get(version), 1 + is_gated(config.activation)
     assert tile is None or isinstance(tile, tiles.MmaTile)  # of Hopper's versions are other stories
@@ -195,20 +181,10 @@ class _Counting(EditedExecutor):
 def gather_picture(dispatch: Dispatch, expert: int) -> Figure:
     """Rows of x, the indices in expert order, and the tile that one expert's block reads through them.
 
-    Beside them in outline the (R, d) buffer that a copy would be.
-
-    Parameters
-    ----------
-    dispatch : Dispatch
-        A small one.
-    expert : int
-        0..E - 1.
+    Beside them in outline the (R, d) buffer that a copy would be. The dispatch is a small one.
     """
     checks.check_int("expert", expert, at_least=0, at_most=dispatch.E - 1)
-    figure = Figure(figsize=(10, 0.7 + 0.34 * dispatch.R), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlim=(-0.5, 19), ylim=(dispatch.R + 0.3, -1.4))
-    axes.set_axis_off()
+    figure, axes = board(10, 0.7 + 0.34 * dispatch.R, xlim=(-0.5, 19), ylim=(dispatch.R + 0.3, -1.4))
     begin, end = dispatch.expert_token_offsets[expert : expert + 2].tolist()
     tokens, color = dispatch.expert_token_indices.tolist(), EXPERT_COLORS[expert % len(EXPERT_COLORS)]
     owners = np.repeat(np.arange(dispatch.E), np.diff(dispatch.expert_token_offsets)).tolist()
@@ -231,8 +207,7 @@ def gather_picture(dispatch: Dispatch, expert: int) -> Figure:
 
 
 def _row(axes, left, top, width, color, text, **edge):
-    axes.add_patch(Rectangle((left, top + 0.06), width, 0.88, facecolor=color, **edge))
-    axes.text(left + width / 2, top + 0.5, text, ha="center", va="center", fontsize="small")
+    cell(axes, (left, top + 0.06), (width, 0.88), {"facecolor": color} | edge, text, fontsize="small")
 
 
 # Which lane holds what -----------------------------------------------------------------------------------------------
@@ -243,8 +218,8 @@ WARP = 32
 class Fragment(NamedTuple):
     """The lane that holds each element of an mma.m16n8k16 operand, and the element's place there."""
 
-    lane: np.ndarray  # (rows, columns)
-    element: np.ndarray  # (rows, columns) 0..7 for A, 0..3 for B and D
+    lane: np.ndarray  #: (rows, columns)
+    element: np.ndarray  #: (rows, columns) 0..7 for A, 0..3 for B and D
 
 
 def fragment(operand: str) -> Fragment:
@@ -273,18 +248,12 @@ def fragment(operand: str) -> Fragment:
 
 
 def fragment_picture(lane: int) -> Figure:
-    """D = A B of one mma.m16n8k16, laid out like the product; a number is a lane, and one lane's elements are filled.
+    """D = A B of one mma.m16n8k16, laid out like the product.
 
-    Parameters
-    ----------
-    lane : int
-        0..31.
+    A number is a lane; the elements of one lane, 0..31, are filled.
     """
     checks.check_int("lane", lane, at_least=0, at_most=WARP - 1)
-    figure = Figure(figsize=(9, 11.5), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlim=(-0.5, 26), ylim=(34.5, -1.5), aspect="equal")
-    axes.set_axis_off()
+    figure, axes = board(9, 11.5, xlim=(-0.5, 26), ylim=(34.5, -1.5), aspect="equal")
     legend = f"Numbers are lanes. Filled: the elements of lane {lane}.\n"
     legend += "Neighbours, as a0 and a1, share a register of A or B."
     axes.text(0, 12, legend, linespacing=1.6)
@@ -299,9 +268,9 @@ def fragment_picture(lane: int) -> Figure:
             mine = owner == lane
             color = BLUE if mine else (PALE if owner // 4 % 2 else "#DDEEF8")
             text = f"{operand.lower()}{held.element[row, column]}" if mine else str(owner)
-            axes.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=color, edgecolor="white"))
-            letters: dict[str, Any] = {"color": "white", "weight": "bold"} if mine else {"color": "#666666"}
-            axes.text(left + column + 0.5, top + row + 0.5, text, ha="center", va="center", fontsize="small", **letters)
+            look = {"facecolor": color, "edgecolor": "white"}
+            ink = {"color": "white", "weight": "bold"} if mine else {"color": "#666666"}
+            cell(axes, (left + column, top + row), (1, 1), look, text, fontsize="small", **ink)
     return figure
 
 
@@ -320,25 +289,21 @@ class Point(NamedTuple):
     """A kernel on the roofline."""
 
     name: str
-    intensity: float  # FLOPs for each byte
-    unit: str  # of ``PEAK_FLOPS``
+    intensity: float  #: FLOPs for each byte
+    unit: str  #: of ``PEAK_FLOPS``
 
 
 def roofline(points: Sequence[Point]) -> Figure:
     """Draw the rooflines of an H200 from its data sheet, and the limit of each point if all its bytes came from HBM."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(9, 5)
     intensities = np.logspace(-1, 4, 200)
     for unit, peak in PEAK_FLOPS.items():
         roof = attainable(intensities, unit) / 1e12
         axes.loglog(intensities, roof, color=UNIT_COLORS[unit], label=f"{unit}, {peak / 1e12:.0f} TFLOP/s")
     for point in points:
         _mark(axes, point)
-    axes.set_xlim(intensities[0], intensities[-1])
-    axes.set_ylim(LOWEST_TFLOPS, 1e4)
-    axes.set_xlabel("FLOPs for each byte that is asked of global memory")
-    axes.set_ylabel("TFLOP/s that the roof allows")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlim=(intensities[0], intensities[-1]), xlabel="FLOPs for each byte that is asked of global memory")
+    axes.set(ylim=(LOWEST_TFLOPS, 1e4), ylabel="TFLOP/s that the roof allows")
     title = f"H200, its vendor's figures: HBM {HBM_BYTES_PER_SECOND / 1e12:g} TB/s, dense peaks. Roofs, not timings."
     figure.legend(loc="outside lower center", ncols=2, frameon=False, title=title)
     return figure
@@ -386,5 +351,5 @@ def tile_roofline(rows: int, columns: int) -> Figure:
     figure = roofline([Point(f"tile {rows} x {columns}", tile_intensity(rows, columns), "bf16 tensor cores")])
     kib = tile.shared_bytes >> 10
     taken = f"sums: {registers} registers a thread (of 255), stages: {kib} KiB of shared memory (of 227)"
-    figure.axes[0].set_title(taken, loc="left", fontsize="medium")
+    heading(figure.axes[0], taken)
     return figure

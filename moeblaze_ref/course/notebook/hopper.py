@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from IPython.display import Markdown
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.transforms import blended_transform_factory
 
 from moeblaze_ref.backends.raw_cuda import gemm
@@ -19,9 +18,11 @@ from moeblaze_ref.bench import ladder, report, results
 from moeblaze_ref.bench.document import change_of, change_text, signed, trials
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.drawing import cell, heading, panels
 from moeblaze_ref.core.units import GB
 from moeblaze_ref.course.notebook.dispatch import PALE
 from moeblaze_ref.course.notebook.markdown import bullets, table
+from moeblaze_ref.course.notebook.sources import defined, definition
 from moeblaze_ref.memory.accounting import uniform_counts
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, behind, filled
 from moeblaze_ref.runtime import ceil_div
@@ -63,10 +64,6 @@ extern "C" __global__ void load(const __grid_constant__ TensorMap matrix, unsign
 def box_in_shared_memory(rows: int) -> np.ndarray:
     """Return where TMA puts each 16 bytes of a box of ``rows`` rows of 128 bytes.
 
-    Parameters
-    ----------
-    rows : int
-
     Returns
     -------
     array (rows, 8)
@@ -84,23 +81,14 @@ def box_in_shared_memory(rows: int) -> np.ndarray:
 
 
 def swizzle_picture(chunk: int, rows: int = 16) -> Figure:
-    """A box of a matrix, and the same box in shared memory: one of its columns of 16 bytes in strong colours.
-
-    Parameters
-    ----------
-    chunk : int
-        The column, 0..7.
-    rows : int
-        Of the box.
-    """
+    """A box of a matrix, and the same box in shared memory: one of its eight columns of 16 bytes in strong colours."""
     checks.check_int("chunk", chunk, at_least=0, at_most=CHUNKS - 1)
-    figure = Figure(figsize=(10, 1.4 + 0.3 * rows), layout="constrained")
-    matrix, shared = figure.subplots(1, 2)
+    figure, (matrix, shared) = panels(10, 1.4 + 0.3 * rows, 1, 2, framed=True)
     plain = np.arange(rows * CHUNKS).reshape(rows, CHUNKS)
     for axes, numbers, title in ((matrix, plain, "the box, as the matrix has it"),
                                  (shared, box_in_shared_memory(rows), "in shared memory, as TMA left it")):  # fmt: skip
         _draw_chunks(axes, numbers, chunk)
-        axes.set_title(title, loc="left", fontsize="medium")
+        heading(axes, title)
         axes.set_ylabel("row of 128 bytes")
     matrix.set_xlabel("16 bytes: eight elements along a row")
     matrix.set_xticks(np.arange(CHUNKS) + 0.5, range(CHUNKS))
@@ -114,10 +102,8 @@ def _draw_chunks(axes, numbers, chosen):
         row, chunk = divmod(int(number), CHUNKS)
         mine = chunk == chosen
         color = CHUNK_COLORS[row % CHUNKS] if mine else PALE
-        axes.add_patch(Rectangle((place, line), 1, 1, facecolor=color, edgecolor="white"))
-        if mine:
-            ink = {"color": "white" if color == BLUE else BLACK, "fontsize": 9}
-            axes.text(place + 0.5, line + 0.5, f"row {row}", ha="center", va="center", **ink)
+        look, ink = {"facecolor": color, "edgecolor": "white"}, "white" if color == BLUE else BLACK
+        cell(axes, (place, line), (1, 1), look, f"row {row}" if mine else "", color=ink, fontsize=9)
     axes.set(xlim=(0, CHUNKS), ylim=(len(numbers), 0), yticks=np.arange(len(numbers)) + 0.5)
     axes.set_yticklabels(range(len(numbers)), fontsize=10)
     axes.tick_params(length=0)
@@ -155,9 +141,9 @@ EVENTS = ("loads", "multiplies", "releases")  # of ring.cu, in its order
 class RingFault(NamedTuple):
     """A mistake in ring.cu."""
 
-    right: str  # what stands there
-    wrong: str  # what stands in its place
-    why: str  # it ends as it does
+    right: str  #: what stands there
+    wrong: str  #: what stands in its place
+    why: str  #: it ends as it does
 
 
 RELEASE = "if (lane_id() == 0) barrier_arrive(&shared.empty[stage]);"
@@ -213,21 +199,15 @@ RING_FAULTS = {
 class RingRun(NamedTuple):
     """Result and events of one launch of ring.cu."""
 
-    log: list[tuple[str, int]]  # (event, step), in the order in which they happened
-    c: np.ndarray  # (64, 256) float32
-    expected: np.ndarray  # (64, 256) float64
+    log: list[tuple[str, int]]  #: (event, step), in the order in which they happened
+    c: np.ndarray  #: (64, 256) float32
+    expected: np.ndarray  #: (64, 256) float64
 
 
 def run_ring(stages: int, steps: int = RING_STEPS, text: str | None = None, seed: int = 0) -> RingRun:
-    """Launch ring.cu, or ``text`` in its place, on the SIMT executor.
+    """Launch ring.cu, or ``text`` in its place, on the SIMT executor; the seed is that of the threads' order.
 
-    Parameters
-    ----------
-    stages, steps : int
-        Of the ring, and of the depth, 64 each.
-    text : str, optional
-    seed : int
-        Of the threads' order.
+    The ring has ``stages``, and the depth has ``steps`` of 64.
 
     Raises
     ------
@@ -253,24 +233,18 @@ def ring_picture(stages: int) -> Figure:
     """
     log = run_ring(stages).log
     at = {event: number for number, event in enumerate(log)}
-    figure = Figure(figsize=(10, 1.6 + 0.5 * stages), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(10, 1.6 + 0.5 * stages)
     for step in range(RING_STEPS):
         begin, multiplied, end = (at[event, step] for event in EVENTS)
-        _bar(axes, step % stages, begin, multiplied, SKY, f"{step}")
-        _bar(axes, step % stages, multiplied, end, ORANGE, f"{step}")
+        for left, right, color in ((begin, multiplied, SKY), (multiplied, end, ORANGE)):
+            place, size = (left, step % stages - 0.4), (right - left, 0.8)
+            cell(axes, place, size, filled(color), f"{step}", fontsize=10, bbox=behind(color))
     axes.set(xlim=(0, len(log)), ylim=(stages - 0.4, -0.6), xlabel="events, in the order in which they happened")
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
-    axes.spines[["top", "right"]].set_visible(False)
     marks = [Patch(label="being filled, or full", **filled(SKY)), Patch(label="being multiplied", **filled(ORANGE))]
     title = "a number is the step; white is free"
     figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False, title=title)
     return figure
-
-
-def _bar(axes, line, left, right, color, text):
-    axes.add_patch(Rectangle((left, line - 0.4), right - left, 0.8, **filled(color)))
-    axes.text((left + right) / 2, line, text, ha="center", va="center", fontsize=10, bbox=behind(color))
 
 
 def most_ahead(log: Sequence[tuple[str, int]]) -> int:
@@ -302,18 +276,10 @@ def show_ring(*functions: str) -> Markdown:
         If there is no such function.
     """
     text = RING.read_text()
-    known = re.findall(r"^__device__[^\n]*? (\w+)\(", text, re.MULTILINE)
     for function in functions:
-        checks.check_name("function of ring.cu", function, known)
-    code = "\n\n".join(_of_ring(text, name) for name in functions)
+        checks.check_name("function of ring.cu", function, defined(text))
+    code = "\n\n".join(definition(text, name) for name in functions)
     return Markdown(f"`moeblaze_ref/course/notebook/{RING.name}`\n```c++\n{code}\n```")
-
-
-def _of_ring(text: str, function: str) -> str:
-    pattern = rf"(?:^//[^\n]*\n)*^__device__[^\n]*? {function}\(.*?^}}$"
-    found = re.search(pattern, text, re.MULTILINE | re.DOTALL)
-    assert found, function  # which the text has
-    return found.group()
 
 
 # Who holds what of a product ------------------------------------------------------------------------------------------
@@ -329,27 +295,18 @@ def holders() -> np.ndarray:
 
 
 def holders_picture(thread: int) -> Figure:
-    """The result of one wgmma: the bands of the four warps, and the elements of one thread.
-
-    Parameters
-    ----------
-    thread : int
-        0..127.
-    """
+    """The result of one wgmma: the bands of the four warps, and the elements of one thread, 0..127."""
     checks.check_int("thread", thread, at_least=0, at_most=127)
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(10, 3.2, framed=True)
     held = holders()
-    colors = [SKY, YELLOW, GREEN, ORANGE]
-    for warp, color in enumerate(colors):
-        axes.add_patch(Rectangle((0, 16 * warp), 256, 16, facecolor=color, alpha=0.45))
+    for warp, color in enumerate((SKY, YELLOW, GREEN, ORANGE)):
+        cell(axes, (0, 16 * warp), (256, 16), {"facecolor": color, "alpha": 0.45})
         axes.text(258, 16 * warp + 8, f"warp {warp}", va="center", fontsize=10)
     for row, column in np.argwhere(held == thread):
-        axes.add_patch(Rectangle((column, row), 1, 1, facecolor=BLACK))
+        cell(axes, (column, row), (1, 1), {"facecolor": BLACK})
     axes.set(xlim=(0, 256), ylim=(64, 0), xticks=range(0, 257, 32), yticks=range(0, 65, 16))
     axes.set(xlabel="column of the result", ylabel="row of the result")
-    count = int((held == thread).sum())
-    axes.set_title(f"thread {thread}: {count} sums, one register each", loc="left", fontsize="medium")
+    heading(axes, f"thread {thread}: {(held == thread).sum()} sums, one register each")
     return figure
 
 
@@ -367,14 +324,7 @@ class Tile(NamedTuple):
 def tiles(lengths: Sequence[int], columns: int, band: int) -> Iterator[Tile]:
     """The tiles of all experts in the order of `RowTiles` in include/hopper/scheduler.cuh: down each column of a band.
 
-    Parameters
-    ----------
-    lengths : sequence of int
-        Rows of each expert.
-    columns : int
-        Columns of tiles.
-    band : int
-        Rows of tiles in a band.
+    ``lengths`` are the rows of each expert, ``columns`` those of tiles, and a band has ``band`` rows of tiles.
     """
     for expert, length in enumerate(lengths):
         rows = ceil_div(length, TILE_ROWS)
@@ -397,32 +347,27 @@ def wave_bytes(wave: Sequence[Tile], depth: int) -> int:
 
 
 WAVE_COLORS = (BLUE, ORANGE, GREEN, PURPLE)
-PICTURED: dict[str, Any] = {
-    "lengths": (16 * TILE_ROWS,),
-    "columns": 32,
-    "depth": 1024,
-}  # an expert of conf3, fewer rows
+PICTURED: dict[str, Any] = {"lengths": (16 * TILE_ROWS,), "columns": 32, "depth": 1024}  # conf3's, fewer rows
 
 
 def schedule_picture(band: int) -> Figure:
     """One expert's tiles by the wave in which an H200's blocks take them, and what each wave reads."""
     checks.check_int("band", band, at_least=1)
     order = list(tiles(PICTURED["lengths"], PICTURED["columns"], band))
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    axes, reads = figure.subplots(1, 2, width_ratios=(2, 1))
+    figure, (axes, reads) = panels(9, 4.6, 1, 2, width_ratios=(2, 1))
+    axes.spines[:].set_visible(True)
     found = waves(order, MULTIPROCESSORS)
     for wave, color in zip(found, WAVE_COLORS, strict=False):
         for tile in wave:
-            axes.add_patch(Rectangle((tile.column, tile.row), 1, 1, facecolor=color, edgecolor="white"))
+            cell(axes, (tile.column, tile.row), (1, 1), {"facecolor": color, "edgecolor": "white"})
     rows = ceil_div(PICTURED["lengths"][0], TILE_ROWS)
     axes.set(xlim=(0, PICTURED["columns"]), ylim=(rows, 0), xlabel="column of tiles", ylabel="row of tiles")
-    axes.set_title(f"{len(order)} tiles, bands of {band}", loc="left", fontsize="medium")
+    heading(axes, f"{len(order)} tiles, bands of {band}")
     numbers = [wave_bytes(wave, PICTURED["depth"]) / 1e6 for wave in found]
     bars = reads.bar(range(len(found)), numbers, color=WAVE_COLORS[: len(found)])
     reads.bar_label(bars, [f"{number:.1f}" for number in numbers], padding=2)
     reads.set(xticks=range(len(found)), xlabel=f"wave of {MULTIPROCESSORS} tiles", ylim=(0, 24))
     reads.set_ylabel("operands of a wave, MB (1e6 bytes)")
-    reads.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -550,8 +495,8 @@ def ladder_picture(measured: Measured) -> Figure:
     rows = [row for row in first_of(measured.ladder["rows"]) if ladder.WHOLE not in row["ratio_to"]]
     presets = list(dict.fromkeys(row["preset"] for row in rows))
     most = max(sum(row["preset"] == name for row in rows) for name in presets)
-    figure = Figure(figsize=(11, 1.4 + 0.42 * most), layout="constrained")
-    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(presets), sharey=True)), presets, strict=True):
+    figure, found = panels(11, 1.4 + 0.42 * most, 1, len(presets), sharey=True, squeeze=False)
+    for axes, name in zip(found[0], presets, strict=True):
         mine = [row for row in rows if row["preset"] == name]
         bars = axes.barh([row["idea"] for row in mine], [row["tflops"] for row in mine])
         for bar, row in zip(bars, mine, strict=True):
@@ -561,8 +506,7 @@ def ladder_picture(measured: Measured) -> Figure:
         axes.axvline(cublas, color=BLACK, linestyle="--", linewidth=1)
         axes.text(cublas, -0.75, "cuBLAS ", ha="right", va="center", fontsize=9)
         axes.set(xlim=(0, 1.12 * cublas), ylim=(len(mine) - 0.4, -1.1), xlabel="TFLOP/s (1e12 FLOPs a second)")
-        axes.set_title(name, loc="left", fontsize="medium")
-        axes.spines[["top", "right"]].set_visible(False)
+        heading(axes, name)
     shown = {row["version"] for row in rows}
     marks = [Patch(label=version, **filled(color)) for version, color in VERSION_COLORS.items() if version in shown]
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False)
@@ -577,14 +521,13 @@ def busy_picture(measured: Measured) -> Figure:
     rows = products(measured)
     presets = list(dict.fromkeys(row["preset"] for row in rows))
     lines = ceil_div(len(presets), 2)
-    figure = Figure(figsize=(10, 0.8 + 4 * lines), layout="constrained")
-    panels = figure.subplots(lines, min(2, len(presets)), squeeze=False).flat
-    for axes, name in zip(panels, presets, strict=False):
+    figure, found = panels(10, 0.8 + 4 * lines, lines, min(2, len(presets)), squeeze=False)
+    for axes, name in zip(found.flat, presets, strict=False):
         _draw_busy(axes, [row for row in rows if row["preset"] == name])
-        axes.set_title(name, loc="left", fontsize="medium")
-    for axes in panels[len(presets) :]:
+        heading(axes, name)
+    for axes in found.flat[len(presets) :]:
         axes.remove()
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(*found[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -595,7 +538,6 @@ def _draw_busy(axes, rows):
         axes.bar_label(bars, [f"{row[column]:.0f}" for row in rows], padding=2, fontsize=9)
     axes.set_yticks(range(len(rows)), [row["kernel"] if row["version"] else "cuBLAS, dense" for row in rows])
     axes.set(xlim=(0, 105), ylim=(len(rows) - 0.5, -0.5), xlabel="busy, percent of the unit's peak")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def product_table(measured: Measured) -> Markdown:
@@ -645,17 +587,10 @@ def trials_of(which: str) -> list[list[dict[str, Any]]]:
 
 
 def trials_picture(which: str) -> Figure:
-    """Draw the change of time of each trial in percent: left of zero is faster.
-
-    Parameters
-    ----------
-    which : str
-        Of ``TRIALS``.
-    """
+    """Draw the change of time of each trial of one of ``TRIALS`` in percent: left of zero is faster."""
     ideas = trials_of(which)
     lines = sum(len(idea) + 1 for idea in ideas)
-    figure = Figure(figsize=(10, 0.9 + 0.27 * lines), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(10, 0.9 + 0.27 * lines)
     line, labels = 0, {}
     for idea in ideas:
         _name_idea(axes, line, idea[0])
@@ -668,7 +603,7 @@ def trials_picture(which: str) -> Figure:
     axes.set_yticks(list(labels), list(labels.values()), fontsize=10)
     axes.set(ylim=(line - 0.4, -0.6), xlabel="change of the time, percent; left of zero is faster")
     axes.margins(x=0.2)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     return figure
 
 

@@ -7,19 +7,20 @@ bins of whole blocks and their topology.
 import functools
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from moeblaze_ref.backends.numpy_ref import block_sparse, capacity, dispatch, gating
 from moeblaze_ref.backends.raw_cuda import block_sparse as raw_sparse
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import preset
+from moeblaze_ref.core.drawing import board, cell, centered, heading, panels
 from moeblaze_ref.core.structures import EMPTY, Dispatch, Topology
 from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.memory.accounting import account
@@ -29,7 +30,6 @@ from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor
 from moeblaze_ref.systems.capacity import expert_capacity
 from moeblaze_ref.verify.cases import Case
 
-HEADING: dict[str, Any] = {"loc": "left", "fontsize": "medium"}
 DIM = "#666666"  # letters of what takes no part
 FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)  # of a capacity
 
@@ -41,7 +41,7 @@ class Recording(NamedTuple):
 
     tokens: int
     k: int
-    counts: np.ndarray  # (layers, E) routed rows
+    counts: np.ndarray  #: (layers, E) routed rows
 
 
 @functools.cache
@@ -113,18 +113,11 @@ def _rounded(rows, total):
 def fates_picture(counts: Sequence[int], capacity_factor: float, block: int) -> Figure:
     """Each expert's rows under a fixed capacity and in bins of whole blocks: computed, dropped, padding.
 
-    Parameters
-    ----------
-    counts : sequence of int
-        Routed rows of each expert; drawn from the busiest to the idlest.
-    capacity_factor : float
-    block : int
-        Rows of a block.
+    ``counts`` are routed rows, drawn from the busiest expert to the idlest; a block has ``block`` rows.
     """
     counts = sorted(map(int, counts), reverse=True)
     places = expert_capacity(sum(counts), len(counts), capacity_factor)
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, sharey=True)
+    figure, (upper, lower) = panels(10, 5, 2, 1, sharex=True, sharey=True)
     _fates(upper, capacity_rows(counts, places), f"fixed capacity, C = {places:,}")
     upper.axhline(places, color=BLACK, linewidth=0.8)
     _fates(lower, megablocks_rows(counts, block), f"whole blocks of {block}")
@@ -139,10 +132,9 @@ def _fates(axes, rows: Rows, name):
     axes.bar(experts, rows.dropped, bottom=kept, label="dropped", **filled(VERMILLION))
     empty = {"facecolor": "none", "edgecolor": GREY, "hatch": "////", "linewidth": 0.5}
     axes.bar(experts, rows.padding, bottom=kept, label="padding", **empty)
-    title = f"{name}: {dropped_share(rows):.1%} of the rows dropped, {padding_share(rows):.1%} of the work is padding"
-    axes.set_title(title, **HEADING)
+    shares = f"{dropped_share(rows):.1%} of the rows dropped, {padding_share(rows):.1%} of the work is padding"
+    heading(axes, f"{name}: {shares}")
     axes.set_ylabel("rows")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def dropped_share(rows: Rows) -> float:
@@ -158,50 +150,39 @@ def padding_share(rows: Rows) -> float:
 def factor_picture(recording: Recording, L: int, block: int = 128) -> Figure:
     """Dropped rows and padding against the capacity factor, a line for each layer; beside them what blocks pad.
 
-    Parameters
-    ----------
-    recording : Recording
-    L : int
-        Tokens of the step.
-    block : int
+    The step has L tokens.
     """
     layers = [steeper(one, 1.0, L, recording.k).tolist() for one in recording.counts]
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for counts in layers:
-        rows = [capacity_rows(counts, expert_capacity(sum(counts), len(counts), factor)) for factor in FACTORS]
-        for axes, share in zip(panels, (dropped_share, padding_share), strict=True):
-            axes.plot(
-                FACTORS, [100 * share(one) for one in rows], color=ORANGE, linewidth=0.8, label="capacity, a layer"
-            )
-    for axes, share in zip(panels, (dropped_share, padding_share), strict=True):
+    by_factor = [
+        [capacity_rows(counts, expert_capacity(sum(counts), len(counts), factor)) for factor in FACTORS]
+        for counts in layers
+    ]
+    figure, (dropped, padding) = panels(10, 3.6, 1, 2, sharey=True)
+    for axes, share in ((dropped, dropped_share), (padding, padding_share)):
+        for rows in by_factor:
+            shares = [100 * share(one) for one in rows]
+            axes.plot(FACTORS, shares, color=ORANGE, linewidth=0.8, label="capacity, a layer")
         worst = 100 * max(share(megablocks_rows(counts, block)) for counts in layers)
         axes.axhline(worst, color=PURPLE, linewidth=2, label=f"blocks of {block}, the worst layer")
-        axes.set_xlabel("capacity factor")
-        axes.set_ylim(-2, 100)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("share, %")
-    panels[0].set_title(f"dropped, % of the routed rows (L = {L:,})", **HEADING)
-    panels[1].set_title("padding, % of the computed rows", **HEADING)
-    panels[0].legend(handles=panels[0].lines[-2:], frameon=False)
+        axes.set(xlabel="capacity factor", ylim=(-2, 100))
+    dropped.set_ylabel("share, %")
+    heading(dropped, f"dropped, % of the routed rows (L = {L:,})")
+    heading(padding, "padding, % of the computed rows")
+    dropped.legend(handles=dropped.lines[-2:], frameon=False)
     return figure
 
 
 def tokens_picture(recording: Recording, layer: int) -> Figure:
     """Draw the padding of blocks, in % of the computed rows, against a step's tokens, a line for each block size."""
     tokens = [2**power for power in range(7, 18)]
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(8, 3.6)
     for block, color in zip((16, 32, 64, 128), (GREEN, BLUE, ORANGE, PURPLE), strict=True):
         steps = (steeper(recording.counts[layer], 1.0, L, recording.k) for L in tokens)
         shares = [100 * padding_share(megablocks_rows(counts.tolist(), block)) for counts in steps]
         axes.plot(tokens, shares, marker="o", markersize=3, label=f"block of {block}", **drawn(color))
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{L:,}" if L < 1024 else f"{L // 1024}k" for L in tokens])
-    axes.set_xlabel("L, tokens in a step")
-    axes.set_ylabel("padding, % of the\ncomputed rows")
-    axes.set_ylim(0, 100)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="L, tokens in a step", ylabel="padding, % of the\ncomputed rows", ylim=(0, 100))
     axes.legend(frameon=False)
     return figure
 
@@ -209,9 +190,9 @@ def tokens_picture(recording: Recording, layer: int) -> Figure:
 class Loss(NamedTuple):
     """The rows that each token loses under a fixed capacity."""
 
-    lost: np.ndarray  # (L, k) bool, slots without a row
-    slots: int  # of them
-    tokens: int  # that lost all of their slots
+    lost: np.ndarray  #: (L, k) bool, slots without a row
+    slots: int  #: of them
+    tokens: int  #: that lost all of their slots
 
 
 def drop(topk_experts: np.ndarray, gates: np.ndarray, num_experts: int, capacity_factor: float, policy: str) -> Loss:
@@ -235,33 +216,25 @@ def drop(topk_experts: np.ndarray, gates: np.ndarray, num_experts: int, capacity
 def lost_picture(text: Sequence[bytes], loss: Loss, shown: int = 64) -> Figure:
     """The first bytes of several windows, a line each, on the colour of what they lost; the title counts all bytes.
 
-    Parameters
-    ----------
-    text : sequence of bytes
-        The windows, all of one length; their bytes are the tokens in order.
-    loss : Loss
-    shown : int
-        Bytes of each window that are drawn.
+    The windows have one length, and their bytes are the tokens in order; ``shown`` bytes of each are drawn.
     """
     lost = loss.lost.sum(axis=1).reshape(len(text), -1)  # (windows, length)
     k = loss.lost.shape[1]
-    figure = Figure(figsize=(10.5, 0.6 + 0.27 * len(text)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(10.5, 0.6 + 0.27 * len(text))
     for (line, place), count in np.ndenumerate(lost[:, :shown]):
         color = VERMILLION if count == k else ORANGE if count else "none"
-        axes.add_patch(Rectangle((place, line), 1, 1, facecolor=color, edgecolor="none"))
-        axes.text(place + 0.5, line + 0.5, _letter(text[line][place]), ha="center", va="center", size=9)
+        look = {"facecolor": color, "edgecolor": "none"}
+        cell(axes, (place, line), (1, 1), look, _letter(text[line][place]), size=9)
     for color, name in ((ORANGE, "lost some of its experts"), (VERMILLION, "lost all of them")):
-        axes.add_patch(Rectangle((-9, 0), 1, 1, facecolor=color, label=name))  # for the legend, outside of the picture
-    axes.set(xlim=(0, shown), ylim=(len(text), 0), yticks=np.arange(len(text)) + 0.5, xticks=[])
-    axes.set_yticklabels([f"window {line}" for line in range(len(text))])
+        cell(axes, (-9, 0), (1, 1), {"facecolor": color, "label": name})  # for the legend, outside of the picture
+    axes.set(xlim=(0, shown), ylim=(len(text), 0), xticks=[])
+    axes.set_yticks(np.arange(len(text)) + 0.5, [f"window {line}" for line in range(len(text))])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    title = (
+    said = (
         f"{loss.slots / loss.lost.size:.1%} of the slots dropped, {loss.tokens / len(loss.lost):.1%} of the tokens lost"
-        f" (drawn: {lost[:, :shown].shape[1]} of {lost.shape[1]} bytes a window)"
     )
-    axes.set_title(title, **HEADING)
+    heading(axes, f"{said} (drawn: {lost[:, :shown].shape[1]} of {lost.shape[1]} bytes a window)")
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
     return figure
 
@@ -291,8 +264,8 @@ def tiny_topology() -> Topology:
 
 def bins_picture(capacity_factor: float, block: int) -> Figure:
     """The rows of three systems for the tiny routing, side by side: a token, padding, or dropped."""
-    figure = Figure(figsize=(10, 3.9), layout="constrained")
-    draw_bins(figure.subplots(), tiny_dispatch(), capacity_factor, block)
+    figure, axes = panels(10, 3.9)
+    draw_bins(axes, tiny_dispatch(), capacity_factor, block)
     return figure
 
 
@@ -317,7 +290,7 @@ def draw_bins(axes: Axes, routed: Dispatch, capacity_factor: float, block: int):
     left = places.slots.size + 1
     _strip(axes, 0, dropped // routed.k, routed.token_expert_indices[dropped], left, crossed=True)
     if dropped.size:
-        axes.text(left + dropped.size / 2, 1.5, "dropped", ha="center", va="center", size=9, color=VERMILLION)
+        centered(axes, left + dropped.size / 2, 1.5, "dropped", size=9, color=VERMILLION)
     _strip(axes, 3.3, bins.slots // routed.k, owners)
     offsets = np.repeat(np.arange(routed.E), np.diff(routed.expert_token_offsets))  # (R,)
     _strip(axes, 6.6, routed.expert_token_indices, offsets, pale=True)
@@ -327,22 +300,16 @@ def _strip(axes, top, tokens, experts, left=0, crossed=False, pale=False):
     """Cells of tokens, ``EMPTY`` hatched, coloured by expert; crossed out ones are dropped, pale ones numbers only."""
     for place, (token, expert) in enumerate(zip(tokens, experts, strict=True)):
         x, color = left + place, EXPERT_COLORS[expert]
-        look: dict[str, Any] = {
-            "facecolor": "white" if token == EMPTY or crossed or pale else color,
-            "edgecolor": color,
-        }
-        if token == EMPTY:
-            look |= {"hatch": "////"}
-        axes.add_patch(Rectangle((x + 0.06, top + 0.06), 0.88, 1, linewidth=1.5, **look))
-        if token != EMPTY:
-            axes.text(x + 0.5, top + 0.56, token, ha="center", va="center", size=10)
+        face = "white" if token == EMPTY or crossed or pale else color
+        look = {"facecolor": face, "edgecolor": color, "hatch": "////" if token == EMPTY else None, "linewidth": 1.5}
+        cell(axes, (x + 0.06, top + 0.06), (0.88, 1), look, "" if token == EMPTY else token, size=10)
         if crossed:
             axes.plot([x + 0.1, x + 0.9], [top + 1, top + 0.1], color=VERMILLION, linewidth=1.5)
     if not crossed:
         for expert in np.unique(experts):
             places = np.flatnonzero(experts == expert)
             name = f"expert {expert}" if places.size > 1 else f"e{expert}"
-            axes.text(left + places.mean() + 0.5, top + 1.5, name, ha="center", va="center", size=9)
+            centered(axes, left + places.mean() + 0.5, top + 1.5, name, size=9)
 
 
 # The topology --------------------------------------------------------------------------------------------------------
@@ -351,24 +318,18 @@ def _strip(axes, top, tokens, experts, left=0, crossed=False, pale=False):
 def topology_picture(topology: Topology, E: int) -> Figure:
     """Draw the stored blocks in their order, and below them the five arrays of the topology.
 
-    Parameters
-    ----------
-    topology : Topology
-        Of at most some dozens of blocks.
-    E : int
-        Experts, for the colours: each has as many block columns.
+    It has at most some dozens of blocks. Each of its E experts has a colour, and as many block columns as another.
     """
     high, wide = _grid(topology)
     arrays = topology.arrays()
     long = max(array.size for array in arrays.values())
-    figure = Figure(figsize=(10, 0.36 * (high + len(arrays) * 1.25) + 1.3), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlim=(-6.5, max(wide, long) + 0.5), ylim=(high + len(arrays) * 1.25 + 1.2, -1.2), aspect="equal")
-    axes.set_axis_off()
+    tall = high + len(arrays) * 1.25
+    limits = {"xlim": (-6.5, max(wide, long) + 0.5), "ylim": (tall + 1.2, -1.2)}
+    figure, axes = board(10, 0.36 * tall + 1.3, **limits, aspect="equal")
     _matrix(axes, (0, 0), (high, wide), _stored(topology), wide // E)
     for row in range(high):
         axes.text(-0.3, row + 0.5, f"block row {row}", ha="right", va="center", size=10)
-    axes.text(wide / 2, -0.6, "block columns, those of one expert in its colour", ha="center", va="center", size=10)
+    centered(axes, wide / 2, -0.6, "block columns, those of one expert in its colour", size=10)
     owners = _owners(topology, wide // E)
     for number, (name, array) in enumerate(arrays.items()):
         top = high + 1 + 1.25 * number
@@ -400,9 +361,8 @@ def _owners(topology, columns):
 
 
 def _cell(axes, place, color, text, active=True):
-    left, top = place
-    axes.add_patch(Rectangle((left, top), 1, 1, facecolor=color, edgecolor="white", alpha=1 if active else 0.25))
-    axes.text(left + 0.5, top + 0.5, text, ha="center", va="center", size=10, color=BLACK if active else DIM)
+    look = {"facecolor": color, "edgecolor": "white", "alpha": 1 if active else 0.25}
+    cell(axes, place, (1, 1), look, text, size=10, color=BLACK if active else DIM)
 
 
 def _matrix(axes, place, grid, numbers, columns, active=None, transposed=False):
@@ -413,7 +373,7 @@ def _matrix(axes, place, grid, numbers, columns, active=None, transposed=False):
             number = numbers.get((column, row) if transposed else (row, column))
             corner = left + column, top + row
             if number is None:
-                axes.add_patch(Rectangle(corner, 1, 1, facecolor="white", edgecolor="#DDDDDD", linewidth=0.6))
+                cell(axes, corner, (1, 1), {"facecolor": "white", "edgecolor": "#DDDDDD", "linewidth": 0.6})
             else:
                 expert = (row if transposed else column) // columns
                 _cell(axes, corner, EXPERT_COLORS[expert], number, active is None or number in active)
@@ -423,23 +383,18 @@ def transpose_picture(topology: Topology, E: int) -> Figure:
     """The values as they lie, row after row, and the order in which the transpose indices visit them."""
     wide = _grid(topology)[1]
     owners = topology.column_indices // (wide // E)
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlim=(-5.5, topology.nnz + 0.2), ylim=(6, -1), aspect="equal")
-    axes.set_axis_off()
-    axes.set_title(
-        f"{topology.nnz} blocks as they lie, row after row; below, a line from each to its column's turn", **HEADING
-    )
+    figure, axes = board(10, 3.6, xlim=(-5.5, topology.nnz + 0.2), ylim=(6, -1), aspect="equal")
+    heading(axes, f"{topology.nnz} blocks as they lie, row after row; below, a line from each to its column's turn")
     for number, owner in enumerate(owners):
         _cell(axes, (number, 0), EXPERT_COLORS[owner], number)
     for place, number in enumerate(topology.transpose_indices):
         _cell(axes, (place, 4), EXPERT_COLORS[owners[number]], number)
         axes.plot([number + 0.5, place + 0.5], [1.05, 3.95], color=EXPERT_COLORS[owners[number]], linewidth=1.5)
-    for column, (first, end) in enumerate(zip(topology.column_offsets, topology.column_offsets[1:], strict=False)):
+    for column, (first, end) in enumerate(pairwise(topology.column_offsets)):
         if end > first:
-            axes.text((first + end) / 2, 5.45, str(column), ha="center", va="center", size=10)
-    for row, (first, end) in enumerate(zip(topology.row_offsets, topology.row_offsets[1:], strict=False)):
-        axes.text((first + end) / 2, -0.45, str(row), ha="center", va="center", size=10)
+            centered(axes, (first + end) / 2, 5.45, str(column), size=10)
+    for row, (first, end) in enumerate(pairwise(topology.row_offsets)):
+        centered(axes, (first + end) / 2, -0.45, str(row), size=10)
     names = {-0.95: "block row", 0: "values in memory", 4: "transpose_indices", 4.95: "block column"}
     for top, name in names.items():
         axes.text(-0.3, top + 0.5, name, ha="right", va="center", size=10)
@@ -467,25 +422,20 @@ PRODUCTS = {
 class Step(NamedTuple):
     """One block of a result that is made whole, and the blocks that are read for it."""
 
-    result: tuple[int, int] | int  # block row and column of a sparse result, block row of a dense one
-    numbers: tuple[int, ...]  # blocks of the sparse matrix, by number
-    dense: tuple[int, ...]  # block rows of the dense operand; of SDD the block row of lhs and block column of rhs
+    result: tuple[int, int] | int  #: block row and column of a sparse result, block row of a dense one
+    numbers: tuple[int, ...]  #: blocks of the sparse matrix, by number
+    dense: tuple[int, ...]  #: block rows of the dense operand; of SDD the block row of lhs and block column of rhs
 
 
 def product_steps(product: str, topology: Topology) -> list[Step]:
     """Return the blocks that a product multiplies, found by running the specification on labelled operands.
 
-    Parameters
-    ----------
-    product : str
-        One of ``PRODUCTS``.
-    topology : Topology
-        Of at most 50 stored blocks, block rows and block columns: labels of a sum are powers of two.
+    Labels of a sum are powers of two, so at most 50 blocks, block rows and block columns have one.
 
     Raises
     ------
     ValueError
-        If there is no such product, or the topology is larger.
+        If the product is none of ``PRODUCTS``, or the topology is larger.
     """
     checks.check_name("product", product, PRODUCTS)
     largest = max(topology.nnz, *_grid(topology))
@@ -527,17 +477,12 @@ def _bits(number):
 def product_picture(product: str, step: int) -> Figure:
     """A product over the tiny topology: the blocks of a step in full colour, every other one pale.
 
-    Parameters
-    ----------
-    product : str
-        One of ``PRODUCTS``.
-    step : int
-        Number of the block of a sparse result, block row of a dense one.
+    A step is the number of a block of a sparse result, or a block row of a dense one.
 
     Raises
     ------
     ValueError
-        If there is no such product or step.
+        If the product is none of ``PRODUCTS``, or has no such step.
     """
     topology = tiny_topology()
     found = product_steps(product, topology)
@@ -555,7 +500,7 @@ def _draw_sdd(product, topology, step):
         _cell(axes, (2 + number, 0), EXPERT_COLORS[number // columns], number, number == column)
     axes.text(2 + wide / 2, -0.4, "w1: the block columns of all experts, side by side", ha="center", size=10)
     _matrix(axes, (2, 2), (high, wide), _stored(topology), columns, set(step.numbers))
-    axes.text(2 + wide / 2, 2.5 + high, "a: what is stored, by number", ha="center", va="center", size=10)
+    centered(axes, 2 + wide / 2, 2.5 + high, "a: what is stored, by number", size=10)
     for corner in ((0, 2 + row), (2 + column, 0), (2 + column, 2 + row)):
         _frame(axes, corner)
     return figure
@@ -574,9 +519,9 @@ def _draw_dsd(product, topology, step):
     _matrix(axes, (0, 0), grid, _stored(topology), columns, set(step.numbers), transposed)
     _dense(axes, (wide + 2, 0), wide, names.rhs, set(step.dense), rhs_colors)
     _dense(axes, (wide + 5, 0), high, names.result, {step.result}, lhs_colors)
-    axes.text(wide / 2, -0.5, names.lhs, ha="center", va="center", size=10)
+    centered(axes, wide / 2, -0.5, names.lhs, size=10)
     for x, sign in ((wide + 1, "·"), (wide + 4, "=")):
-        axes.text(x, 1.5, sign, ha="center", va="center", size=16)
+        centered(axes, x, 1.5, sign, size=16)
     _frame(axes, (wide + 5, step.result))
     for inner in step.dense:
         _frame(axes, (inner, step.result))
@@ -585,11 +530,9 @@ def _draw_dsd(product, topology, step):
 
 
 def _product_axes(width, height, title):
-    figure = Figure(figsize=(0.44 * width + 0.6, 0.44 * height + 1.2), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlim=(-0.6, width), ylim=(height, -1), aspect="equal")
-    axes.set_axis_off()
-    axes.set_title(title, **HEADING, weight="bold")
+    inches = 0.44 * width + 0.6, 0.44 * height + 1.2
+    figure, axes = board(*inches, xlim=(-0.6, width), ylim=(height, -1), aspect="equal")
+    heading(axes, title, weight="bold")
     return figure, axes
 
 
@@ -614,11 +557,11 @@ def _dense(axes, place, rows, name, active, colors):
     left, top = place
     for row in range(rows):
         _cell(axes, (left, top + row), colors[row], row, row in active)
-    axes.text(left + 0.5, top - 0.5, name, ha="center", va="center", size=10)
+    centered(axes, left + 0.5, top - 0.5, name, size=10)
 
 
 def _frame(axes, corner):
-    axes.add_patch(Rectangle(corner, 1, 1, facecolor="none", edgecolor=BLACK, linewidth=2, zorder=3))
+    cell(axes, corner, (1, 1), {"facecolor": "none", "edgecolor": BLACK, "linewidth": 2, "zorder": 3})
 
 
 # What a run asks for -------------------------------------------------------------------------------------------------
@@ -639,7 +582,7 @@ class Run(NamedTuple):
     """A step of a layer's experts on the CPU: its launches, and its results."""
 
     launches: list[LaunchReport]
-    results: dict[str, Any]  # out and the gradients, in the dtype of the case
+    results: dict[str, Any]  #: out and the gradients, in the dtype of the case
 
 
 def run_megablocks(case: Case, block: int = 128) -> Run:

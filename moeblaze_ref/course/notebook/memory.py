@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from math import ceil, log, prod
-from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.drawing import cell, panels
 from moeblaze_ref.core.units import GIB, unit_for
 from moeblaze_ref.memory import plots
 from moeblaze_ref.memory.accounting import GPU_CAPACITIES, Account, Tensor, account
@@ -58,10 +57,7 @@ def tensors_to_scale(accounts: Sequence[Account]) -> Figure:
     Filled is what lives until the backward; an outline is freed within the forward; what only the first account
     has leaves its place empty.
 
-    Parameters
-    ----------
-    accounts : sequence of Account
-        Of one configuration, at least one; the first has every tensor that is drawn. Tensors must be matrices.
+    The accounts are of one configuration; the first has every tensor that is drawn, and all are matrices.
 
     Raises
     ------
@@ -72,16 +68,15 @@ def tensors_to_scale(accounts: Sequence[Account]) -> Figure:
         raise ValueError("accounts is empty, but it must hold at least one account")
     config = accounts[0].config
     places = _places(_drawn(accounts[0]), GAP * config.d)
-    figure = Figure(figsize=(11, 1.5 * len(accounts) + 0.6), layout="constrained")
-    panels = figure.subplots(len(accounts), 1, squeeze=False)[:, 0]
-    for axes, one in zip(panels, accounts, strict=True):
+    figure, shown = panels(11, 1.5 * len(accounts) + 0.6, len(accounts), squeeze=False)
+    for axes, one in zip(shown[:, 0], accounts, strict=True):
         tensors = _drawn(one)
         for tensor in tensors:
             _draw_tensor(axes, tensor, places[tensor.name])
         _dress_panel(axes, one, max(left + width for left, width in places.values()))
     for tensor in _drawn(accounts[0]):
         left, width = places[tensor.name]
-        panels[0].annotate(tensor.name, (left + width / 2, 0), xytext=(0, 3), textcoords="offset points", ha="center")
+        shown[0, 0].annotate(tensor.name, (left + width / 2, 0), xytext=(0, 3), textcoords="offset points", ha="center")
     title = f"Each tensor in GiB. Height: rows, L or R = {config.k} L. Width: columns, d or h. So area is bytes."
     figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
     return figure
@@ -103,17 +98,12 @@ def _places(tensors, gap):
 def _draw_tensor(axes, tensor, place):
     left, width = place
     rows, color = tensor.shape[0], plots.TENSOR_COLORS[tensor.name]
-    kept: dict[str, Any] = {"facecolor": color}
-    freed: dict[str, Any] = {"facecolor": "none", "edgecolor": plots.GREY, "linestyle": "--"}
-    axes.add_patch(Rectangle((left, 0), width, rows, clip_on=False, **(kept if tensor.kept else freed)))
-    letters = "white" if tensor.kept and color in plots.DARK else "black"
-    axes.text(left + width / 2, rows / 2, f"{tensor.bytes / GIB:,.3g}", color=letters, ha="center", va="center")
+    look = {"facecolor": color} if tensor.kept else {"facecolor": "none", "edgecolor": plots.GREY, "linestyle": "--"}
+    ink = "white" if tensor.kept and color in plots.DARK else "black"
+    cell(axes, (left, 0), (width, rows), look | {"clip_on": False}, f"{tensor.bytes / GIB:,.3g}", color=ink)
 
 
 def _dress_panel(axes, one, right):
-    axes.set_xlim(0, right)
-    axes.set_ylim(one.config.R, 0)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xlim=(0, right), ylim=(one.config.R, 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     axes.set_ylabel(f"{one.label}\n{one.kept_bytes / GIB:,.3g} GiB kept", rotation=0, ha="right", va="center")

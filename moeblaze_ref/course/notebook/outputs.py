@@ -34,18 +34,7 @@ _RELATIVE, _ROUNDING = 0.01, 1e-5
 
 
 def settled(ran: NotebookNode) -> NotebookNode:
-    """A copy of an executed notebook with the outputs that every run of it has.
-
-    Parameters
-    ----------
-    ran : NotebookNode
-        As `execution.execute` returns it.
-
-    Returns
-    -------
-    NotebookNode
-        Without widgets: see the module.
-    """
+    """A copy of a notebook that `execution.execute` returned, with the outputs that every run of it has."""
     copy = nbformat.from_dict(ran)
     models = copy.metadata.get("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
     copy.metadata = nbformat.from_dict(METADATA)
@@ -132,13 +121,8 @@ def _small(png: bytes) -> bytes:
 def differences(committed: NotebookNode, again: NotebookNode) -> Iterator[str]:
     """Return a sentence for each cell that another run shows differently; pictures are compared by their texts.
 
-    Words and whole numbers must be equal. Decimals may differ by a hundredth, or be both below 1e-5: another processor
-    adds in another order. Cells with the tag ``VARIES`` are passed over.
-
-    Parameters
-    ----------
-    committed, again : NotebookNode
-        Both `settled`.
+    Both notebooks are `settled`. Words and whole numbers must be equal. Decimals may differ by a hundredth, or be both
+    below 1e-5: another processor adds in another order. Cells with the tag ``VARIES`` are passed over.
     """
     for one, other in zip(committed.cells, again.cells, strict=True):
         if one.cell_type == "code" and VARIES not in one.metadata.get("tags", []):

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
+from moeblaze_ref.core.drawing import centered, heading, panels
 from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.core.traces import RoutingTrace
-from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION, filled
+from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, VERMILLION, filled
 from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
 from moeblaze_ref.parallel.findings import short_names
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
@@ -21,7 +22,6 @@ from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.trip import first_slots
 from moeblaze_ref.placement.maps import Placement
 
-RANK_COLORS = (SKY, ORANGE)
 GRADIENTS = ("d_x", "d_wg", "d_w1", "d_w2", "d_w3")
 # What `ExpertParallelMoE` sends in a forward and a backward, in its order.
 FORWARD = ("how many rows come", "tokens' rows", "expert ids and gates", "weighted sums, back")
@@ -32,7 +32,7 @@ class Lesson(NamedTuple):
     """A small layer whose experts are on ``placement.num_gpus`` ranks, and tokens for each of them."""
 
     placement: Placement
-    tokens: tuple[int, ...]  # of each rank
+    tokens: tuple[int, ...]  #: of each rank
     d: int = 16
     h: int = 24
     k: int = 2
@@ -57,15 +57,15 @@ class Lesson(NamedTuple):
 class Parcel(NamedTuple):
     """The rows that one rank sent in one exchange."""
 
-    rows: list[int]  # to each rank
+    rows: list[int]  #: to each rank
     row_bytes: int
 
 
 class Step(NamedTuple):
     """A forward and a backward of some tokens."""
 
-    out: torch.Tensor  # (L, d)
-    gradients: dict[str, torch.Tensor]  # those of the experts: of the experts that are there
+    out: torch.Tensor  #: (L, d)
+    gradients: dict[str, torch.Tensor]  #: those of the experts: of the experts that are there
     parcels: list[Parcel]
 
 
@@ -163,12 +163,11 @@ def visits_picture(topk_experts: np.ndarray, owners: np.ndarray, tokens: Sequenc
     homes = np.repeat(np.arange(len(tokens)), tokens)  # (L,)
     experts = (owners[topk_experts][:, :, None] == np.arange(len(tokens))).sum(axis=1)  # (L, ranks)
     shades = np.where(experts == 0, 0, np.where(np.arange(len(tokens)) == homes[:, None], 1, 2))
-    figure = Figure(figsize=(2.2 + 0.45 * len(homes), 0.9 + 0.5 * len(tokens)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(2.2 + 0.45 * len(homes), 0.9 + 0.5 * len(tokens), framed=True)
     axes.imshow(shades.T, cmap=ListedColormap(["white", GREY, ORANGE]), vmin=0, vmax=2, aspect="auto")
     for token, rank in zip(*np.nonzero(experts), strict=True):
-        axes.text(token, rank, str(experts[token, rank]), ha="center", va="center")
-    axes.set_xticks(range(len(homes)), [f"{token}" for token in range(len(homes))])
+        centered(axes, token, rank, experts[token, rank])
+    axes.set_xticks(range(len(homes)), range(len(homes)))
     axes.set_yticks(range(len(tokens)), [f"rank {rank}" for rank in range(len(tokens))])
     axes.set_xticks(np.arange(len(homes) + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(len(tokens) + 1) - 0.5, minor=True)
@@ -177,8 +176,7 @@ def visits_picture(topk_experts: np.ndarray, owners: np.ndarray, tokens: Sequenc
     for border in np.cumsum(tokens)[:-1]:
         axes.axvline(border - 0.5, color="black", linewidth=2)
     axes.set_xlabel("token; a thick line parts those of one rank from the next")
-    title = "orange: the row travels; grey: it is at home; number: its experts there"
-    axes.set_title(title, loc="left", fontsize="medium")
+    heading(axes, "orange: the row travels; grey: it is at home; number: its experts there")
     return figure
 
 
@@ -196,12 +194,11 @@ def copies_picture(E: int, k: int) -> Figure:
     away = [(count - 1) / count for count in ranks]  # of what a token needs; its own rank is as likely as any other
     by_rank = [copies_by_chance(E, k, count) * part for count, part in zip(ranks, away, strict=True)]
     by_expert = [k * part for part in away]
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(7, 3.2, framed=True)
     places = np.arange(len(ranks))
     axes.bar(places - 0.2, by_expert, 0.38, color=GREY, label="a copy for each expert", hatch="//", edgecolor="white")
     axes.bar(places + 0.2, by_rank, 0.38, color=BLUE, label="a copy for each rank")
-    axes.set_xticks(places, [str(count) for count in ranks])
+    axes.set_xticks(places, ranks)
     axes.set_xlabel(f"ranks that share {E} experts, {k} of them for each token")
     axes.set_ylabel("rows to other ranks, of a token")
     axes.legend()
@@ -211,8 +208,8 @@ def copies_picture(E: int, k: int) -> Figure:
 class Traffic(NamedTuple):
     """Traffic of recorded tokens under a map in one layer, with the tokens spread evenly over the ranks."""
 
-    routed: np.ndarray  # (ranks,) choices of experts that are there
-    arrived: np.ndarray  # (ranks,) rows that came, those of its own tokens not counted
+    routed: np.ndarray  #: (ranks,) choices of experts that are there
+    arrived: np.ndarray  #: (ranks,) rows that came, those of its own tokens not counted
 
     @classmethod
     def of(cls, topk_experts: np.ndarray, owners: np.ndarray, num_ranks: int) -> "Traffic":
@@ -228,8 +225,7 @@ def traffic_picture(trace: RoutingTrace, placements: Mapping[str, Placement]) ->
 
     Every point is a layer; a line is the mean over the layers.
     """
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(8, 3.4, framed=True)
     for place, placement in enumerate(placements.values()):
         ranks = placement.num_gpus
         layers = [Traffic.of(trace.topk[:, l], placement.assignment[l], ranks) for l in range(placement.layers)]
@@ -263,10 +259,10 @@ def parts_of(row: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, tupl
 
 def measured_picture(records: Sequence[Mapping[str, Any]]) -> Figure:
     """Records of `parallel.bench` beside each other: a step under each map, and thinner below it the model's."""
-    figure = Figure(figsize=(4.6 * len(records), 3.4), layout="constrained")
-    for axes, found in zip(figure.subplots(1, len(records), squeeze=False)[0], records, strict=True):
+    figure, shown = panels(4.6 * len(records), 3.4, 1, len(records), framed=True, squeeze=False)
+    for axes, found in zip(shown[0], records, strict=True):
         _bars(axes, found)
-        axes.set_title(f"{found['model']}, {found['gpus']} GPUs", loc="left", fontsize="medium")
+        heading(axes, f"{found['model']}, {found['gpus']} GPUs")
         axes.set_xlabel("ms of a step; thin: modelled")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))

@@ -4,13 +4,12 @@ Source: MoETuner (arXiv 2502.06643).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from IPython.display import Markdown
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
+from moeblaze_ref.core.drawing import cell, heading, panels
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION, filled
 from moeblaze_ref.placement import baselines, document, findings, joint, simulate, trace
@@ -19,7 +18,6 @@ from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.synthetic import synthetic_trace
 from moeblaze_ref.placement.trace import Profile
 
-HEADING: dict[str, Any] = {"loc": "left", "fontsize": "medium"}
 GPU_COLORS = (SKY, ORANGE)
 
 # Sixteen tokens, two layers of four experts, one expert a token: {(expert before, expert after): tokens}.
@@ -43,15 +41,13 @@ def loads_picture(counts: Mapping[str, np.ndarray]) -> Figure:
     counts : mapping of str to array (layers, E)
         P of each recording, by its name.
     """
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    panels = figure.subplots(1, len(counts), squeeze=False)[0]
-    for axes, (name, P) in zip(panels, counts.items(), strict=True):
+    figure, shown = panels(11, 4, 1, len(counts), framed=True, squeeze=False)
+    for axes, (name, P) in zip(shown[0], counts.items(), strict=True):
         over_mean = P / P.mean(axis=1, keepdims=True)
         image = axes.imshow(over_mean, vmin=0, vmax=4, cmap="cividis_r", aspect="auto", interpolation="nearest")
-        axes.set_title(f"{name}: busiest expert {over_mean.max():.1f} times the mean", **HEADING)
-        axes.set_xlabel("expert")
-        axes.set_ylabel("layer")
-    figure.colorbar(image, ax=panels, label="tokens / mean of the layer", extend="max")
+        heading(axes, f"{name}: busiest expert {over_mean.max():.1f} times the mean")
+        axes.set(xlabel="expert", ylabel="layer")
+    figure.colorbar(image, ax=shown, label="tokens / mean of the layer", extend="max")
     return figure
 
 
@@ -60,18 +56,16 @@ def affinity_picture(profile: Profile, layer: int) -> Figure:
     assert profile.R is not None  # a trace gave it
     R = profile.R[layer]
     independent = np.outer(R.sum(axis=1), R.sum(axis=0)) / max(R.sum(), 1)
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    counted, over = figure.subplots(1, 2)
+    figure, (counted, over) = panels(10, 4.4, 1, 2, framed=True)
     tokens = counted.imshow(R, cmap="Blues")
-    counted.set_title("R: tokens that use both", **HEADING)
+    heading(counted, "R: tokens that use both")
     figure.colorbar(tokens, ax=counted, label="tokens")
     ratio = np.divide(R, independent, out=np.ones_like(independent), where=independent > 0)
     shades = over.imshow(ratio, vmin=0, vmax=4, cmap="cividis_r")
-    over.set_title("R / what independent layers would give", **HEADING)
+    heading(over, "R / what independent layers would give")
     figure.colorbar(shades, ax=over, label="ratio", extend="max")
     for axes in (counted, over):
-        axes.set_ylabel(f"expert in layer {layer}")
-        axes.set_xlabel(f"expert in layer {layer + 1}")
+        axes.set(ylabel=f"expert in layer {layer}", xlabel=f"expert in layer {layer + 1}")
     return figure
 
 
@@ -79,31 +73,21 @@ def affinity_picture(profile: Profile, layer: int) -> Figure:
 
 
 def flows_picture(profile: Profile, placements: Mapping[str, Placement]) -> Figure:
-    """Two layers of few experts, a panel a placement: boxes as tall as their tokens, coloured by GPU; bands are R.
+    """Two layers of few experts on two GPUs, a panel a placement.
 
-    Parameters
-    ----------
-    profile : Profile
-        Of two layers.
-    placements : mapping of str to Placement
-        By name, on two GPUs.
+    Boxes are as tall as their tokens and coloured by GPU; bands are R.
     """
     assert profile.R is not None  # a trace gave it
-    figure = Figure(figsize=(3.7 * len(placements), 4), layout="constrained")
-    for axes, (name, placement) in zip(
-        figure.subplots(1, len(placements), squeeze=False)[0], placements.items(), strict=True
-    ):
+    figure, shown = panels(3.7 * len(placements), 4, 1, len(placements), squeeze=False)
+    for axes, (name, placement) in zip(shown[0], placements.items(), strict=True):
         tops = [_draw_layer(axes, profile.P[layer], placement.assignment[layer], layer) for layer in (0, 1)]
         _draw_bands(axes, profile.R[0], placement.assignment, tops)
         shares = placement.shares()
         T, C = simulate.loads(profile, shares), simulate.transitions(profile, shares)
         crossing = C.sum() - np.trace(C[0])
-        axes.set_title(
-            f"{name}\nfullest GPU: {T[0].max():.0f}, then {T[1].max():.0f}; crossing: {crossing:.0f}", **HEADING
-        )
-        axes.set_xlim(-0.35, 1.35)
-        axes.set_ylim(profile.tokens + 2.2, -0.2)
-        axes.axis("off")
+        heading(axes, f"{name}\nfullest GPU: {T[0].max():.0f}, then {T[1].max():.0f}; crossing: {crossing:.0f}")
+        axes.set(xlim=(-0.35, 1.35), ylim=(profile.tokens + 2.2, -0.2))
+        axes.set_axis_off()
     return figure
 
 
@@ -113,10 +97,8 @@ def _draw_layer(axes, load, gpus, layer):
     for gpu in range(2):
         for expert in np.flatnonzero(gpus == gpu):
             left = layer - 0.3 * (1 - layer)
-            axes.add_patch(Rectangle((left, top), 0.3, load[expert], facecolor=GPU_COLORS[gpu], edgecolor="white"))
-            axes.text(
-                left + 0.15, top + load[expert] / 2, f"expert {expert}", ha="center", va="center", fontsize="small"
-            )
+            look = {"facecolor": GPU_COLORS[gpu], "edgecolor": "white"}
+            cell(axes, (left, top), (0.3, load[expert]), look, f"expert {expert}", fontsize="small")
             tops[int(expert)] = top
             top += load[expert]
         top += 1.5 * (gpu == 0)
@@ -129,9 +111,8 @@ def _draw_bands(axes, R, gpus, tops):
     for before, after in zip(*R.nonzero(), strict=True):
         tokens, stays = R[before, after], gpus[0, before] == gpus[1, after]
         start, end = leaves[int(before)], arrives[int(after)]
-        axes.fill_between(
-            [0, 1], [start, end], [start + tokens, end + tokens], color=GREY if stays else VERMILLION, alpha=0.55, lw=0
-        )
+        color = GREY if stays else VERMILLION
+        axes.fill_between([0, 1], [start, end], [start + tokens, end + tokens], color=color, alpha=0.55, lw=0)
         leaves[int(before)] += tokens
         arrives[int(after)] += tokens
 
@@ -141,19 +122,17 @@ def _draw_bands(axes, R, gpus, tops):
 
 def tails_picture(steps: Mapping[str, simulate.Step], title: str = "") -> Figure:
     """Two bars a method: what the slowest GPUs compute and what the slowest pairs transfer, over all layers."""
-    figure = Figure(figsize=(8, 0.9 + 0.42 * len(steps)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(8, 0.9 + 0.42 * len(steps))
     compute = np.array([1e3 * step.compute_s.sum() for step in steps.values()])
     transfer = np.array([1e3 * step.transfer_s.sum() for step in steps.values()])
     axes.barh(list(steps), compute, label="slowest GPU computes", **filled(BLUE))
     axes.barh(list(steps), transfer, left=compute, label="slowest pair transfers", **filled(VERMILLION))
     for at, whole in enumerate(compute + transfer):
         axes.text(whole, at, f" {whole:.3g}", va="center")
-    axes.set_title(title, **HEADING)
+    heading(axes, title)
     axes.set_xlabel("modelled step, ms")
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.25 - 0.35 / len(steps)))
     return figure
 
@@ -161,14 +140,7 @@ def tails_picture(steps: Mapping[str, simulate.Step], title: str = "") -> Figure
 def what_if(skew: float, gigabytes: float, steps: int = 300_000) -> Figure:
     """Four placements of a synthetic trace on four GPUs, and their tails.
 
-    Parameters
-    ----------
-    skew : float
-        Of the load: 0 is even, 1 is Zipf's.
-    gigabytes : float
-        GB/s of each pair of GPUs.
-    steps : int
-        Of the annealing.
+    A skew of 0 is even, one of 1 is Zipf's; each pair of GPUs has ``gigabytes`` GB/s; annealing takes ``steps``.
     """
     counted = trace.profile(synthetic_trace(3000, 6, 16, 2, skew=skew, dependency=0.7, seed=1))
     node = simulate.cluster("nvlink", 4, d=2048, h=1024)

@@ -20,6 +20,7 @@ from moeblaze_ref.bench import results
 from moeblaze_ref.bench.timed_systems import OURS
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES, MoEConfig, is_gated, preset
+from moeblaze_ref.core.drawing import heading, panels
 from moeblaze_ref.core.units import GB, GIB
 from moeblaze_ref.course.notebook.gemm import (
     HBM_BYTES_PER_SECOND,
@@ -72,12 +73,12 @@ FILES = {  # of the kernels between x and out, forward and backward
     "act": "activation/1_elementwise.cu",
     "expert_down": f"expert_down/{VERSION}.cu",
     "combine": "combine/2_vector.cu",
-    "gate_rows": "expert_down/0_gates.cu",
+    "gate_rows": "expert_down/gates.cu",
     "d_hidden": f"expert_down/{VERSION}.cu",
-    "d_gates": "expert_down/0_gates.cu",
+    "d_gates": "expert_down/gates.cu",
     "d_w3": f"expert_down/{VERSION}.cu",
     "d_x_rows": f"expert_up/{VERSION}.cu",
-    "sum_rows": "expert_up/0_sum_rows.cu",
+    "sum_rows": "expert_up/sum_rows.cu",
     "d_w": f"expert_up/{VERSION}.cu",
 }
 PRODUCTS = {"expert_up": "G", "expert_down": "1", "d_hidden": "1", "d_w3": "1", "d_x_rows": "G", "d_w": "1"}
@@ -127,9 +128,9 @@ class Step(NamedTuple):
     """FLOPs and bytes of one kernel in a layer."""
 
     kernel: str
-    flops: int  # of matrix products, padding not counted
-    asked: int  # bytes that its threads ask of global memory
-    once: int  # bytes of the tensors that it reads or writes, each once
+    flops: int  #: of matrix products, padding not counted
+    asked: int  #: bytes that its threads ask of global memory
+    once: int  #: bytes of the tensors that it reads or writes, each once
 
 
 def steps(config: MoEConfig, policy: str, lengths: Sequence[int] | None = None) -> list[Step]:
@@ -226,7 +227,7 @@ class Cost(NamedTuple):
 
     policy: str
     kept_bytes: int
-    seconds: float  # forward and backward
+    seconds: float  #: forward and backward
 
 
 def on_front(costs: Sequence[Cost]) -> list[Cost]:
@@ -254,33 +255,27 @@ def modelled(config: MoEConfig) -> dict[str, list[Cost]]:
 FILLED = (True, False)  # marks of a panel's first series, and of its second
 
 
-def pareto_picture(panels: Mapping[str, Mapping[str, Sequence[Cost]]]) -> Figure:
+def pareto_picture(layers: Mapping[str, Mapping[str, Sequence[Cost]]]) -> Figure:
     """Kept bytes against time, a panel a layer: down and left is better, and the line joins the Pareto front.
 
+    ``layers`` maps a title to {series: costs}, one or two series; the first has filled marks, the second hollow ones.
     Time is given beyond the fastest policy of the same series, so that series can be compared; the fastest's own
     time stands in the panel's title.
-
-    Parameters
-    ----------
-    panels : mapping
-        Title to {series: costs}, one or two series; the first has filled marks, the second hollow ones.
     """
-    columns = min(2, len(panels))
-    rows = ceil_div(len(panels), columns)
-    figure = Figure(figsize=(5.5 * columns, 3.4 * rows + 0.8), layout="constrained")
-    places = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in places[len(panels) :]:
+    columns = min(2, len(layers))
+    rows = ceil_div(len(layers), columns)
+    figure, places = panels(5.5 * columns, 3.4 * rows + 0.8, rows, columns, squeeze=False)
+    for axes in places.flat[len(layers) :]:
         axes.set_visible(False)
-    for axes, (title, series) in zip(places, panels.items(), strict=False):
+    for axes, (title, series) in zip(places.flat, layers.items(), strict=False):
         fastest = [min(cost.seconds for cost in costs) for costs in series.values()]
         for costs, base, filled in zip(series.values(), fastest, FILLED, strict=False):
             _draw_series(axes, costs, base, filled)
         times = ", ".join(f"{base * 1e3:.3g} ms ({label})" for label, base in zip(series, fastest, strict=True))
         axes.set_title(f"{title}\n0% is {times}", loc="left", fontsize="small")
         axes.set(ylim=(0, None), xlabel="time beyond the fastest, %", ylabel="kept, GiB")
-        axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.12)
-    _pareto_legend(figure, panels)
+    _pareto_legend(figure, layers)
     return figure
 
 
@@ -295,10 +290,10 @@ def _draw_series(axes, costs, base, filled):
         axes.plot(*place(cost), markersize=9, markerfacecolor=face, clip_on=False, zorder=3, **look)
 
 
-def _pareto_legend(figure, panels):
+def _pareto_legend(figure, layers):
     """The policies that some panel shows, and the series, of which every panel has the same, if there are several."""
-    (axes, *_), (series, *_) = figure.axes, panels.values()
-    shown = {cost.policy for one in panels.values() for costs in one.values() for cost in costs}
+    (axes, *_), (series, *_) = figure.axes, layers.values()
+    shown = {cost.policy for one in layers.values() for costs in one.values() for cost in costs}
     look = {"linestyle": "", "marker": "o", "markersize": 9}
     colors = {policy: color for policy, color in POLICY_COLORS.items() if policy in shown}
     marks = [axes.plot([], [], label=policy, **look | dotted(color))[0] for policy, color in colors.items()]
@@ -323,8 +318,8 @@ class Price(NamedTuple):
     """Cost to recompute a tensor instead of saving it."""
 
     tensor: str
-    flops_per_byte: float  # FLOPs for each byte that need not be kept
-    unit: str  # of ``PEAK_FLOPS``
+    flops_per_byte: float  #: FLOPs for each byte that need not be kept
+    unit: str  #: of ``PEAK_FLOPS``
 
 
 SILU_FLOPS = 4  # exp, add, divide, multiply: one each, as if each were one FLOP
@@ -344,8 +339,7 @@ def prices(d: int, h: int, itemsize: int = 2) -> list[Price]:
 
 def price_picture(d: int, h: int) -> Figure:
     """`prices` on a logarithmic axis, beside what each unit computes while HBM moves a byte."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(9, 3.2)
     listed = prices(d, h)
     for row, price in enumerate(listed):
         axes.plot(price.flops_per_byte, row, "o", color=UNIT_COLORS[price.unit], markersize=9)
@@ -354,14 +348,11 @@ def price_picture(d: int, h: int) -> Figure:
         axes.annotate(number, (price.flops_per_byte, row), **where)
     for unit, color in UNIT_COLORS.items():
         axes.axvline(ridge(unit), color=color, linewidth=1, label=f"{unit}: {ridge(unit):,.0f} FLOPs a byte of HBM")
-    axes.set_xscale("log")
-    axes.set_xlim(0.2, 1e5)
-    axes.set_ylim(-0.6, len(listed) - 0.4)
+    axes.set(xscale="log", xlim=(0.2, 1e5), ylim=(len(listed) - 0.4, -0.6))
     axes.set_yticks(range(len(listed)), [price.tensor for price in listed])
-    axes.invert_yaxis()
     axes.set_xlabel("FLOPs to make again, for each byte that is not kept")
-    axes.set_title(f"d = {d:,}, h = {h:,}, bfloat16", loc="left", fontsize="medium")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    heading(axes, f"d = {d:,}, h = {h:,}, bfloat16")
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
@@ -393,31 +384,21 @@ def stack_tokens(config: MoEConfig, policy: str, layers: int, capacity_bytes: in
 def budget_picture(name: str, layers: int) -> Figure:
     """A token's modelled time in a layer, against the bytes that a stack of such layers has for activations.
 
-    Every policy runs with the largest L that fits; a larger batch is run in pieces of that size, as gradient
-    accumulation does. Small pieces are slow since the weights are read again for each.
-
-    Parameters
-    ----------
-    name : str
-        Of a preset; its L is not used.
-    layers : int
-        In the stack.
+    The layer is a preset's, but for its L: every policy runs with the largest that fits, and a larger batch is run in
+    pieces of that size, as gradient accumulation does. Small pieces are slow since the weights are read again for each.
     """
     config = preset(name).config
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(9, 4.2)
     budgets = np.geomspace(0.5, 128, 33)  # GB
     for policy, color in POLICY_COLORS.items():
         times = [token_seconds(config, policy, layers, int(budget * GB)) * 1e6 for budget in budgets]
         axes.loglog(budgets, times, label=policy, linewidth=2 if policy != "paper" else 1, **drawn(color))
-    axes.set_xlabel(f"bytes for the activations of {layers} layers, GB (1e9)")
-    axes.set_ylabel("microseconds a token and layer")
+    axes.set(xlabel=f"bytes for the activations of {layers} layers, GB (1e9)", ylabel="microseconds a token and layer")
     for axis, base, subs in ((axes.xaxis, 2, (1,)), (axes.yaxis, 10, (1, 2, 5))):
         axis.set_major_locator(LogLocator(base, subs))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter("{x:,.3g}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"{name}, a model with perfect caches, not a measurement", loc="left", fontsize="medium")
+    heading(axes, f"{name}, a model with perfect caches, not a measurement")
     figure.legend(loc="outside right upper", frameon=False)
     return figure
 
@@ -425,13 +406,7 @@ def budget_picture(name: str, layers: int) -> Figure:
 def token_seconds(config: MoEConfig, policy: str, layers: int, budget_bytes: int) -> float:
     """A token's modelled seconds in one layer, forward and backward, at the largest L that fits; infinite if none does.
 
-    Parameters
-    ----------
-    config : MoEConfig
-        Its L is not used.
-    policy : str
-    layers, budget_bytes : int
-        As in `stack_tokens`.
+    The configuration's own L is not used; ``layers`` and ``budget_bytes`` are those of `stack_tokens`.
     """
     L = stack_tokens(config, policy, layers, budget_bytes)
     return seconds(steps(config.replace(L=L), policy), "once") / L if L else inf
@@ -484,12 +459,12 @@ def provenance(measured: Mapping[str, Any]) -> Markdown:
 
 def measured_pareto(measured: Mapping[str, Any]) -> Figure:
     """`pareto_picture` of measured times, a panel for each shape and dtype; of several runs, the first."""
-    panels: dict[str, dict[str, list[Cost]]] = {}
+    layers: dict[str, dict[str, list[Cost]]] = {}
     first = min(row["run"] for row in measured["rows"])
     for row in measured["rows"]:
         if row["run"] == first:
             sizes = ", ".join([*(f"{name} = {size:,}" for name, size in row["shape"].items()), row["dtype"]])
             title = f"{row['preset']}: {sizes}" if row["preset"] else sizes
             cost = Cost(row["policy"], row["kept_bytes"], row["step_ms"] / 1e3)
-            panels.setdefault(title, {"measured": []})["measured"].append(cost)
-    return pareto_picture(panels)
+            layers.setdefault(title, {"measured": []})["measured"].append(cost)
+    return pareto_picture(layers)

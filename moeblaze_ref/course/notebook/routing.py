@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from moeblaze_ref.backends.numpy_ref import gating
+from moeblaze_ref.core.drawing import cell, heading, panels
 from moeblaze_ref.memory.accounting import dropped_and_padded
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREY, SKY, VERMILLION, drawn, filled
 from moeblaze_ref.systems.capacity import expert_capacity
@@ -26,16 +26,14 @@ def choice_map(probs: np.ndarray, topk_experts: np.ndarray, text: str) -> Figure
         One character for each of the L tokens.
     """
     num_tokens, num_experts = probs.shape
-    figure = Figure(figsize=(1 + 0.22 * num_tokens, 1.3 + 0.28 * num_experts), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(1 + 0.22 * num_tokens, 1.3 + 0.28 * num_experts, framed=True)
     shades = axes.imshow(probs.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     for (token, _), expert in np.ndenumerate(topk_experts):
-        axes.add_patch(Rectangle((token - 0.5, expert - 0.5), 1, 1, fill=False, edgecolor=VERMILLION))
+        cell(axes, (token - 0.5, expert - 0.5), (1, 1), {"fill": False, "edgecolor": VERMILLION})
     axes.set_xticks(range(num_tokens), [VISIBLE.get(character, character) for character in text])
     axes.set_yticks(range(num_experts))
-    axes.set_xlabel("byte of the text")
-    axes.set_ylabel("expert")
-    axes.set_title(f"framed: the {topk_experts.shape[1]} experts of each byte", loc="left", fontsize="medium")
+    axes.set(xlabel="byte of the text", ylabel="expert")
+    heading(axes, f"framed: the {topk_experts.shape[1]} experts of each byte")
     axes.tick_params(length=0)
     figure.colorbar(shades, label="probability")
     return figure
@@ -47,9 +45,9 @@ def choice_map(probs: np.ndarray, topk_experts: np.ndarray, text: str) -> Figure
 class Descent(NamedTuple):
     """Record of n steps in which the losses alone moved a router."""
 
-    loads: np.ndarray  # (n, E) routed rows of each expert, as multiples of the balanced share
-    balance: np.ndarray  # (n,) load-balancing loss
-    z: np.ndarray  # (n,) router z-loss
+    loads: np.ndarray  #: (n, E) routed rows of each expert, as multiples of the balanced share
+    balance: np.ndarray  #: (n,) load-balancing loss
+    z: np.ndarray  #: (n,) router z-loss
 
 
 def descend(x, wg, k, balance_weight, z_weight, steps=100, rate=0.5) -> Descent:
@@ -69,21 +67,17 @@ def descend(x, wg, k, balance_weight, z_weight, steps=100, rate=0.5) -> Descent:
 
 def descent_picture(descent: Descent) -> Figure:
     """Each expert's load over the steps, then both losses."""
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
-    loads, balance, z = figure.subplots(1, 3)
+    figure, (loads, balance, z) = panels(11, 3.2, 1, 3)
     loads.plot(descent.loads, color=BLUE, linewidth=1)
     loads.axhline(1, color=VERMILLION, linewidth=1)
-    loads.set_title("load of each expert / balanced share", loc="left", fontsize="medium")
+    heading(loads, "load of each expert / balanced share")
     balance.plot(descent.balance, color=BLUE)
     balance.axhline(1, color=VERMILLION, linewidth=1)
-    balance.set_title(f"load-balancing loss: {descent.balance[-1]:.3f} at the end", loc="left", fontsize="medium")
+    heading(balance, f"load-balancing loss: {descent.balance[-1]:.3f} at the end")
     z.plot(descent.z, color=BLUE)
-    z.set_title(f"router z-loss: {descent.z[-1]:.3f} at the end", loc="left", fontsize="medium")
+    heading(z, f"router z-loss: {descent.z[-1]:.3f} at the end")
     for axes, name in ((loads, "load / balanced share"), (balance, "loss"), (z, "loss")):
-        axes.set_xlabel("step")
-        axes.set_ylabel(name)
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(xlabel="step", ylabel=name, ylim=(0, None))
     return figure
 
 
@@ -107,9 +101,8 @@ def capacity_picture(exponent: float, capacity_factor: float, E: int, k: int) ->
     counts = zipf_counts(exponent, E, k)
     capacity = expert_capacity(int(counts.sum()), E, capacity_factor)
     dropped, padded = dropped_and_padded(counts.tolist(), capacity)
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    axes, experts = figure.subplots(), range(E)
-    fitting = np.minimum(counts, capacity)
+    figure, axes = panels(9, 3.4)
+    experts, fitting = range(E), np.minimum(counts, capacity)
     empty: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "hatch": "///"}
     axes.bar(experts, fitting, label="computed", **filled(BLUE))
     axes.bar(experts, counts - fitting, bottom=fitting, label="dropped", **filled(VERMILLION))
@@ -117,11 +110,8 @@ def capacity_picture(exponent: float, capacity_factor: float, E: int, k: int) ->
     axes.axhline(capacity, color=BLACK, linewidth=0.8)
     axes.annotate(f"capacity {capacity:,}", (E - 0.4, capacity), xytext=(2, 3), textcoords="offset points", ha="right")
     rows, places = counts.sum(), capacity * E
-    title = f"{dropped / rows:.1%} of the rows are dropped, {padded / places:.1%} of the places are padding"
-    axes.set_title(title, loc="left", fontsize="medium")
-    axes.set_xlabel("expert, by popularity")
-    axes.set_ylabel("routed rows")
-    axes.spines[["top", "right"]].set_visible(False)
+    heading(axes, f"{dropped / rows:.1%} of the rows are dropped, {padded / places:.1%} of the places are padding")
+    axes.set(xlabel="expert, by popularity", ylabel="routed rows")
     figure.legend(loc="outside right upper", frameon=False)
     return figure
 
@@ -130,19 +120,16 @@ def skew_picture(E: int, k: int, factors: Sequence[float] = (1.0, 1.25, 2.0)) ->
     """Draw dropped rows and padding against the Zipf exponent, a line for each capacity factor."""
     exponents = np.linspace(0, 2, 11)
     counts = [zipf_counts(exponent, E, k).tolist() for exponent in exponents]
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, shares = panels(9, 3.2, 1, 2, sharey=True)
     for factor, color in zip(factors, (VERMILLION, BLUE, SKY), strict=True):
         rows = sum(counts[0])
         capacity = expert_capacity(rows, E, factor)
         fates = np.array([dropped_and_padded(one, capacity) for one in counts]) / (rows, capacity * E)
-        for axes, share in zip(panels, 100 * fates.T, strict=True):
+        for axes, share in zip(shares, 100 * fates.T, strict=True):
             axes.plot(exponents, share, label=f"capacity factor {factor:g}", **drawn(color))
-    for axes, title in zip(panels, ("dropped, % of the rows", "padding, % of the places"), strict=True):
-        axes.set_title(title, loc="left", fontsize="medium")
-        axes.set_xlabel("Zipf exponent")
-        axes.set_ylim(0, 100)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("share, %")
-    panels[0].legend(frameon=False)
+    for axes, title in zip(shares, ("dropped, % of the rows", "padding, % of the places"), strict=True):
+        heading(axes, title)
+        axes.set(xlabel="Zipf exponent", ylim=(0, 100))
+    shares[0].set_ylabel("share, %")
+    shares[0].legend(frameon=False)
     return figure

@@ -48,12 +48,7 @@ def record_dispatch(L: int, E: int, k: int, routing: str = "uniform") -> dict[st
 
 
 class Stepper:
-    """Pictures of what the warps of a launch do, step by step.
-
-    Parameters
-    ----------
-    record : LaunchRecord
-        From `RecordingExecutor.launches`, of any kernel.
+    """Pictures of what the warps of a launch do, step by step, from one of `RecordingExecutor.launches`.
 
     Raises
     ------
@@ -76,19 +71,12 @@ class Stepper:
         return {"warp": warp, "step": play(step)}
 
     def picture(self, warp: str, step: int) -> Figure:
-        """The source, the lanes and the memory at one step.
-
-        Parameters
-        ----------
-        warp : str
-            One of ``warps``.
-        step : int
-            From 1 on.
+        """The source, the lanes and the memory at one step, counted from 1.
 
         Raises
         ------
         ValueError
-            If there is no such warp or step.
+            If the warp is none of ``warps``, or has no such step.
         """
         steps = self._steps(checks.check_name("warp", warp, self.warps))
         checks.check_int("step", step, at_least=1, at_most=len(steps))

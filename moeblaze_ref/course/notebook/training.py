@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.drawing import centered, heading, panels
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.lm import document, evidence, evidence_plots, report
 from moeblaze_ref.lm.data import Corpus
@@ -24,8 +25,8 @@ class Learned(NamedTuple):
     """A finished run, and how it loaded its experts."""
 
     trainer: Trainer
-    loads: np.ndarray  # (steps, layers, E) rows of each expert, as multiples of the balanced share
-    validation_loss: float  # nats per byte
+    loads: np.ndarray  #: (steps, layers, E) rows of each expert, as multiples of the balanced share
+    validation_loss: float  #: nats per byte
 
 
 def learn(settings: TrainSettings, corpus: Corpus, on_step: Callable[[int, float], None]) -> Learned:
@@ -45,27 +46,17 @@ def shares(topk_experts: Tensor, E: int) -> np.ndarray:
 
 
 def loads_picture(runs: Mapping[str, Learned], layer: int) -> Figure:
-    """Each run's experts as bands over the steps: darker than the middle is more than the balanced share.
-
-    Parameters
-    ----------
-    runs : mapping of str to Learned
-        By their names.
-    layer : int
-    """
-    figure = Figure(figsize=(10, 1.2 + 1.8 * len(runs)), layout="constrained")
-    panels = figure.subplots(len(runs), sharex=True, squeeze=False)[:, 0]
-    for axes, (name, run) in zip(panels, runs.items(), strict=True):
+    """Each run's experts as bands over the steps: darker than the middle is more than the balanced share."""
+    figure, shown = panels(10, 1.2 + 1.8 * len(runs), len(runs), framed=True, sharex=True, squeeze=False)
+    for axes, (name, run) in zip(shown[:, 0], runs.items(), strict=True):
         loads = run.loads[:, layer].T  # (E, steps)
         shades = axes.imshow(loads, cmap="cividis_r", vmin=0, vmax=3, aspect="auto", interpolation="nearest")
         last = loads[:, -50:].mean(axis=1)
-        title = f"{name}: over the last 50 steps {last.min():.2f} to {last.max():.2f} of the balanced share"
-        axes.set_title(title, loc="left", fontsize="medium")
-        axes.set_ylabel("expert")
-        axes.set_yticks(range(len(loads)))
-    panels[-1].set_xlabel("step")
+        heading(axes, f"{name}: over the last 50 steps {last.min():.2f} to {last.max():.2f} of the balanced share")
+        axes.set(ylabel="expert", yticks=range(len(loads)))
+    axes.set_xlabel("step")
     figure.suptitle(f"layer {layer}", x=0.01, ha="left", fontsize="medium")
-    figure.colorbar(shades, ax=list(panels), label="rows / balanced share", extend="max")
+    figure.colorbar(shades, ax=shown, label="rows / balanced share", extend="max")
     return figure
 
 
@@ -100,18 +91,15 @@ def reads_picture(spread: np.ndarray, layer: int) -> Figure:
     """One layer of `reads`: a row for each kind of byte, a column for each expert, the share in each cell."""
     shown = spread[layer]  # (kinds, E)
     kinds, E = shown.shape
-    figure = Figure(figsize=(2.5 + 0.75 * E, 1.2 + 0.36 * kinds), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = panels(2.5 + 0.75 * E, 1.2 + 0.36 * kinds, framed=True)
     axes.imshow(shown, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     for (kind, expert), share in np.ndenumerate(shown):
         if share >= 0.01:
-            axes.text(expert, kind, f"{share:.0%}", ha="center", va="center", color="white" if share > 0.5 else "black")
+            centered(axes, expert, kind, f"{share:.0%}", color="white" if share > 0.5 else "black")
     axes.set_yticks(range(kinds), list(KINDS))
-    axes.set_xticks(range(E))
-    axes.set_xlabel("expert")
+    axes.set(xticks=range(E), xlabel="expert")
     axes.tick_params(length=0)
-    title = f"layer {layer}: of all choices for a kind of byte, the share of each expert"
-    axes.set_title(title, loc="left", fontsize="medium")
+    heading(axes, f"layer {layer}: of all choices for a kind of byte, the share of each expert")
     return figure
 
 

@@ -22,13 +22,7 @@ _TO_HOME = f'<!doctype html><title>moeblaze_ref</title><meta http-equiv="refresh
 
 
 def gather(folder: Path) -> None:
-    """Every page of the site as a file that Sphinx reads, in an emptied folder.
-
-    Parameters
-    ----------
-    folder : Path
-        Whatever it holds is removed.
-    """
+    """Every page of the site as a file that Sphinx reads, in a folder; whatever it holds before is removed."""
     shutil.rmtree(folder, ignore_errors=True)
     for path in itertools.chain.from_iterable(map(ROOT.glob, WRITTEN)):
         copy = folder / path.relative_to(ROOT)
@@ -42,14 +36,9 @@ def gather(folder: Path) -> None:
 
 
 def check_place(site: Path, force: bool = False):
-    """Check that a site may be written here.
+    """Check that a site may be written here: the default, a new or empty folder, or one with a site of this project.
 
-    Parameters
-    ----------
-    site : Path
-        The default one, a new or empty folder, or one that holds a site of this project.
-    force : bool
-        Allow any other folder.
+    With ``force`` any folder is allowed.
 
     Raises
     ------
@@ -66,13 +55,9 @@ def check_place(site: Path, force: bool = False):
 
 
 def build(site: Path = SITE) -> int:
-    """Write the site.
+    """Write the site; whatever the folder holds is removed.
 
-    Parameters
-    ----------
-    site : Path
-        Whatever it holds is removed. What Sphinx reads and remembers lies beside it, in folders of the same name with
-        another ending.
+    What Sphinx reads and remembers lies beside it, in folders of the same name with another ending.
 
     Returns
     -------

@@ -29,17 +29,7 @@ def blocks(text: str) -> list[str]:
 
 
 def measure(text: str) -> dict[str, str]:
-    """Run the page's code on this machine's GPU.
-
-    Parameters
-    ----------
-    text : str
-        The page.
-
-    Returns
-    -------
-    dict
-        {printed}: what the code prints.
+    """Run the code of the page on this machine's GPU; return {"printed": what it prints}.
 
     Raises
     ------

@@ -56,13 +56,7 @@ def exercise_minutes(course: str) -> list[int]:
 
 
 def fill(text: str, found: Mapping[str, Any]) -> str:
-    """The page with the times of a record.
-
-    Parameters
-    ----------
-    text : str
-    found : mapping
-        As `records.read` gives it: of ``KEYS``.
+    """The page with the times of a record that `records.read` gave, of ``KEYS``.
 
     Raises
     ------

@@ -336,8 +336,7 @@ struct Worker {
         self.exchange = exchange;
         self.brought = mine;
         if (!(mask >> self.lane & 1)) {
-            fail(self, "%s at %s:%d has mask 0x%08x, which leaves out the calling lane %u", site.operation, site.file,
-                 site.line, mask, self.lane);
+            fail_at(self, site, "has mask 0x%08x, which leaves out the calling lane %u", mask, self.lane);
             stop();
         }
         self.state = State::AT_WARP;
@@ -363,8 +362,8 @@ struct Worker {
         if (!arrived) return false;
         each_live_lane(first, [&](const Thread& other) {
             if (other.mask != first.mask)
-                fail(other, "%s at %s:%d has mask 0x%08x here and 0x%08x in lane %u", other.site.operation,
-                     other.site.file, other.site.line, other.mask, first.mask, first.lane);
+                fail_at(other, other.site, "has mask 0x%08x here and 0x%08x in lane %u", other.mask, first.mask,
+                        first.lane);
         });
         return !failed;
     }
@@ -380,8 +379,8 @@ struct Worker {
 
     void absent(unsigned lane, unsigned source) {
         const Thread& reader = *pool[warp_begin(meeting->warp) + lane];
-        fail(reader, "%s at %s:%d reads lane %u, which %s", reader.site.operation, reader.site.file, reader.site.line,
-             source, reader.mask >> source & 1 ? "has exited" : "is not in the mask");
+        fail_at(reader, reader.site, "reads lane %u, which %s", source,
+                reader.mask >> source & 1 ? "has exited" : "is not in the mask");
     }
 
     // ---- the block barrier ---------------------------------------------------------------

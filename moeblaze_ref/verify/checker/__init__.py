@@ -29,24 +29,12 @@ __all__ = ["CONTRACTS", "QUANTITIES", "Exam", "Report", "Wrong", "check_kernel",
 
 
 def check_kernel(kernel: Any, task: str, **options: Any) -> Report:
-    """Compare a kernel with the specification, and raise if it is wrong.
-
-    Parameters
-    ----------
-    kernel, task, **options
-        As `examine` has them.
-
-    Returns
-    -------
-    Report
-        Every case, all of them right.
+    """As `examine`, of a kernel that must be right: raise if it is wrong.
 
     Raises
     ------
     Wrong
         An AssertionError, with the first element that differs.
-    ValueError, TypeError, OSError
-        As `examine`.
     """
     report = examine(kernel, task, **options)
     if not report.ok:
@@ -63,16 +51,8 @@ def examine(kernel: str | Path | Any, task: str, **options: Any) -> Report:
     if no budget is exceeded.
 
     The kernel runs in this process: use this for kernels that you wrote. `in_subprocess.examine` runs a kernel in a
-    process from which it cannot reach the comparison, and ends what it leaves behind.
-
-    Parameters
-    ----------
-    kernel, task, **options
-        As `prepare` has them.
-
-    Returns
-    -------
-    Report
+    process from which it cannot reach the comparison, and ends what it leaves behind. `prepare` says what the arguments
+    are.
 
     Raises
     ------
@@ -131,10 +111,6 @@ def prepare(
         leave out the wide ones.
     numba_runner : callable
         Says where Numba's kernels run. By default it looks for a GPU in this process.
-
-    Returns
-    -------
-    Exam
 
     Raises
     ------

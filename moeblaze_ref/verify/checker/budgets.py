@@ -17,20 +17,12 @@ _BUDGET = re.compile(r"(?P<quantity>\w+)(?:\s+of\s+(?P<tensor>\w+))?\s*<=\s*(?P<
 
 @dataclass(frozen=True)
 class Budget:
-    """The most of one quantity, over all tensors or of one.
+    """The most of one quantity, over all tensors or of one."""
 
-    Parameters
-    ----------
-    quantity : str
-        One of ``QUANTITIES``.
-    tensor : str or None
-    formula : str
-        In the sizes, ``s`` (bytes of Scalar), ``G`` (2 if the activation is gated, else 1), ``blocks``
-        (of the grid), and the kernel's whole constants.
-    """
-
-    quantity: str
+    quantity: str  #: one of ``QUANTITIES``
     tensor: str | None
+    #: In the sizes, ``s`` (bytes of Scalar), ``G`` (2 if the activation is gated, else 1), ``blocks`` (of the grid),
+    #: and the kernel's whole constants.
     formula: str
 
     @classmethod

@@ -22,29 +22,18 @@ from moeblaze_ref.verify.cases import Case
 
 SIZES = ("L", "d", "h", "E", "k", "R")
 ROUTES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
-SLOT_ORDER = (
-    "token_expert_indices",
-    "token_index_map",
-)  # (R,) as (L, k), row-major; other (R, ...) are in expert order
+SLOT_ORDER = ROUTES[2:]  # (R,) as (L, k), row-major; other (R, ...) are in expert order
 
 # Every tensor that a kernel may meet: those of the stages' contracts, the index structures, and what only kernels have.
 _STATED = stage_contracts.tensors()
-_OF_KERNELS = {
-    "gate_of_row": "R",
-    "gate_terms": "R h",
-    "shares": "E",
-    "d_load_balancing_loss": "1",
-    "d_router_z_loss": "1",
-}  # float32
+_OF_KERNELS = dict.fromkeys(("d_load_balancing_loss", "d_router_z_loss"), "1")
+_OF_KERNELS |= {"gate_of_row": "R", "gate_terms": "R h", "shares": "E"}  # float32
 _INDICES = dict.fromkeys(ROUTES, "R") | {"expert_token_offsets": "E+1"}
 _SHAPES = {name: tensor.axes for name, tensor in _STATED.items()} | _OF_KERNELS | _INDICES
 AXES = {name: tuple(shape.split()) for name, shape in _SHAPES.items()}
 _KINDS = {DTYPE: "Scalar", ROUTING: "float", INT32: "int"}  # Scalar is the dtype under test
-HOLDS = (
-    {name: _KINDS[tensor.kind] for name, tensor in _STATED.items()}
-    | dict.fromkeys(_OF_KERNELS, "float")
-    | dict.fromkeys(_INDICES, "int")
-)
+HOLDS = {name: _KINDS[tensor.kind] for name, tensor in _STATED.items()}
+HOLDS |= dict.fromkeys(_OF_KERNELS, "float") | dict.fromkeys(_INDICES, "int")
 OF_A_GATE = ("b", "d_b")  # outputs that an ungated activation lacks
 
 Arrays = dict[str, np.ndarray]
@@ -57,31 +46,17 @@ def dtype_of(name: str, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Contract:
-    """Contract of one task: the inputs of its kernel, and the outputs.
+    """Contract of one task: the inputs of its kernel, and the outputs."""
 
-    Parameters
-    ----------
-    task : str
-        The stage, or the stage, a dot and its step.
-    purpose : str
-    inputs, outputs : tuple of str
-        Names in `AXES`. Every output must be written, inputs may be left out.
-    grid : str
-        Formula of the grid, in blocks of THREADS threads, unless the kernel states another one.
-    expect : callable
-        From the inputs in float64 (by name, with the dispatch, k, activation and renormalize) to the
-        outputs by name, by the specification; None where the activation has no such tensor.
-    extras : tuple of str
-        Outputs that a kernel may leave out.
-    """
-
-    task: str
+    task: str  #: the stage, or the stage, a dot and its step
     purpose: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    grid: str
+    inputs: tuple[str, ...]  #: names in `AXES`; a kernel may leave some out
+    outputs: tuple[str, ...]  #: names in `AXES`; each must be written
+    grid: str  #: formula of the grid, in blocks of THREADS threads, unless the kernel states another one
+    #: From the inputs in float64 (by name, with the dispatch, k, activation and renormalize) to the outputs by name, by
+    #: the specification; None where the activation has no such tensor.
     expect: Callable[[SimpleNamespace], Arrays]
-    extras: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()  #: outputs that a kernel may leave out
 
     @property
     def stage(self) -> str:
@@ -112,22 +87,12 @@ class Contract:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One case of one contract: the inputs and the expected outputs.
-
-    Parameters
-    ----------
-    contract : Contract
-    case : Case
-        Already rounded to the dtype under test.
-    dispatch : Dispatch
-    inputs : dict of arrays
-        Those of the contract that the activation has.
-    """
+    """One case of one contract: the inputs and the expected outputs."""
 
     contract: Contract
-    case: Case
+    case: Case  #: already rounded to the dtype under test
     dispatch: Dispatch
-    inputs: Arrays
+    inputs: Arrays  #: those of the contract that the activation has
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -145,8 +110,9 @@ class Problem:
     @cached_property
     def expected(self) -> Arrays:
         """The outputs by the specification, in float64 or int32. Computed when first asked for: after the launches."""
-        exact = {name: _exact(self.inputs.get(name)) for name in self.contract.inputs}
-        given = SimpleNamespace(**{**exact, "dispatch": self.dispatch, "E": self.case.E, "k": self.case.k})
+        exact = {name: a if a.dtype == np.int32 else a.astype(np.float64) for name, a in self.inputs.items()}
+        absent = dict.fromkeys(self.contract.inputs)
+        given = SimpleNamespace(**absent | exact, dispatch=self.dispatch, E=self.case.E, k=self.case.k)
         given.activation, given.renormalize = self.case.activation, self.case.renormalize
         return {name: array for name, array in self.contract.expect(given).items() if array is not None}
 
@@ -171,10 +137,6 @@ def set_problem(contract: Contract, case: Case) -> Problem:
     tensors = _tensors(case, routes)
     inputs = {name: tensor for name in contract.inputs if (tensor := tensors[name]) is not None}
     return Problem(contract, case, routes, inputs)
-
-
-def _exact(array: np.ndarray | None) -> np.ndarray | None:
-    return array if array is None or array.dtype == np.int32 else array.astype(np.float64)
 
 
 def _tensors(case: Case, routes: Dispatch) -> dict[str, np.ndarray | None]:
@@ -202,10 +164,6 @@ def _tensors(case: Case, routes: Dispatch) -> dict[str, np.ndarray | None]:
 # ---- what the specification makes of the inputs --------------------------------------------
 
 
-def _gating(given):
-    return gating.forward(given.logits, given.k, given.renormalize)._asdict()
-
-
 def _gating_backward(given):
     routing = given.d_gates, given.logits, given.topk_experts, given.renormalize
     return {"d_logits": gating.backward(*routing, given.d_load_balancing_loss[0], given.d_router_z_loss[0])}
@@ -214,36 +172,6 @@ def _gating_backward(given):
 def _dense_map(given):
     dense_map = dispatch.dense_map(given.topk_experts, given.E)
     return {"dense_map": dense_map, "token_expert_indices": given.topk_experts.ravel()}
-
-
-def _expert_lengths(given):
-    return {"lengths": dispatch.expert_lengths(given.dense_map)}
-
-
-def _expert_offsets(given):
-    return {"expert_token_offsets": dispatch.expert_offsets(given.lengths)}
-
-
-def _route_indices(given):
-    found = dispatch.route_indices(given.dense_map, given.expert_token_offsets, given.topk_experts)
-    return dict(zip(("expert_token_indices", "token_index_map"), found, strict=True))
-
-
-def _expert_up(given):
-    found = expert_up.forward(given.x, given.w1, given.w2, given.dispatch, given.activation)
-    return dict(zip(("a", "b", "y_swi"), found, strict=True))
-
-
-def _d_x(given):
-    return {"d_x": expert_up.input_gradient(given.d_a, given.d_b, given.w1, given.w2, given.dispatch)}
-
-
-def _d_w(given):
-    return {"d_w": expert_up.weight_gradient(given.d_hidden, given.x, given.dispatch)}
-
-
-def _expert_down(given):
-    return {"y": expert_down.forward(given.y_swi, given.w3, given.dispatch)}
 
 
 def _d_hidden(given):
@@ -256,14 +184,6 @@ def _d_hidden(given):
     return {"d_a": d_a, "d_b": d_b, "gated_y": gated_y, "gate_terms": share}
 
 
-def _d_w3(given):
-    return {"d_w3": expert_down.weight_gradient(given.gated_y, given.d_out, given.dispatch)}
-
-
-def _combine(given):
-    return {"out": combine.forward(given.y, given.gates, given.dispatch)}
-
-
 def _d_y(given):
     shape = given.dispatch.R, given.d_out.shape[1]
     return {"d_y": combine.backward(given.d_out, np.zeros(shape), given.gates, given.dispatch)[0]}
@@ -274,10 +194,16 @@ def _d_gates(given):
     return {"d_gates": combine.backward(given.d_out, given.y, gates, given.dispatch)[1]}
 
 
+def _named(names, arrays):
+    return dict(zip(names, arrays, strict=True))
+
+
+_ROWS, _HIDDEN = ("expert_token_indices", "token_index_map"), ("a", "b", "y_swi")
 _ALL = (
     Contract(
         "gating", "softmax over the experts and the k best of each token",
-        ("logits",), ("probs", "topk_experts", "gates"), "ceil(L / THREADS)", _gating,
+        ("logits",), ("probs", "topk_experts", "gates"), "ceil(L / THREADS)",
+        lambda given: gating.forward(given.logits, given.k, given.renormalize)._asdict(),
     ),
     Contract(
         "gating.backward", "the logits' gradient from those of the gates and of both losses",
@@ -290,32 +216,41 @@ _ALL = (
     ),
     Contract(
         "dispatch.expert_lengths", "step 2a: the tokens of each expert, counted down its column",
-        ("dense_map",), ("lengths",), "E", _expert_lengths,
+        ("dense_map",), ("lengths",), "E", lambda given: {"lengths": dispatch.expert_lengths(given.dense_map)},
     ),
     Contract(
         "dispatch.expert_offsets", "step 2b: the exclusive prefix sum of the lengths, and R at its end",
-        ("lengths",), ("expert_token_offsets",), "1", _expert_offsets,
+        ("lengths",), ("expert_token_offsets",), "1",
+        lambda given: {"expert_token_offsets": dispatch.expert_offsets(given.lengths)},
     ),
     Contract(
         "dispatch.route_indices", "step 3: the position of every routed row",
-        ("dense_map", "expert_token_offsets", "topk_experts"), ("expert_token_indices", "token_index_map"), "E",
-        _route_indices,
+        ("dense_map", "expert_token_offsets", "topk_experts"), _ROWS, "E",
+        lambda given: _named(
+            _ROWS, dispatch.route_indices(given.dense_map, given.expert_token_offsets, given.topk_experts)
+        ),
     ),
     Contract(
         "expert_up", "a = x w1, b = x w2, y_swi = act(a) * b for every routed row",
-        ("x", "w1", "w2", *ROUTES), ("a", "b", "y_swi"), "ceil(R h / THREADS)", _expert_up,
+        ("x", "w1", "w2", *ROUTES), _HIDDEN, "ceil(R h / THREADS)",
+        lambda given: _named(
+            _HIDDEN, expert_up.forward(given.x, given.w1, given.w2, given.dispatch, given.activation)
+        ),
     ),
     Contract(
         "expert_up.d_x", "the gradient of x, summed over each token's slots",
-        ("d_a", "d_b", "w1", "w2", *ROUTES), ("d_x",), "ceil(L d / THREADS)", _d_x,
+        ("d_a", "d_b", "w1", "w2", *ROUTES), ("d_x",), "ceil(L d / THREADS)",
+        lambda given: {"d_x": expert_up.input_gradient(given.d_a, given.d_b, given.w1, given.w2, given.dispatch)},
     ),
     Contract(
         "expert_up.d_w", "the gradient of w1 from that of a, or of w2 from that of b; zeros for experts without rows",
-        ("d_hidden", "x", *ROUTES), ("d_w",), "ceil(E d h / THREADS)", _d_w,
+        ("d_hidden", "x", *ROUTES), ("d_w",), "ceil(E d h / THREADS)",
+        lambda given: {"d_w": expert_up.weight_gradient(given.d_hidden, given.x, given.dispatch)},
     ),
     Contract(
         "expert_down", "y = y_swi w3 for every routed row",
-        ("y_swi", "w3", *ROUTES), ("y",), "ceil(R d / THREADS)", _expert_down,
+        ("y_swi", "w3", *ROUTES), ("y",), "ceil(R d / THREADS)",
+        lambda given: {"y": expert_down.forward(given.y_swi, given.w3, given.dispatch)},
     ),
     Contract(
         "expert_down.d_hidden",
@@ -325,11 +260,13 @@ _ALL = (
     ),
     Contract(
         "expert_down.d_w3", "the gradient of w3 from gate * y_swi; zeros for experts without rows",
-        ("gated_y", "d_out", *ROUTES), ("d_w3",), "ceil(E h d / THREADS)", _d_w3,
+        ("gated_y", "d_out", *ROUTES), ("d_w3",), "ceil(E h d / THREADS)",
+        lambda given: {"d_w3": expert_down.weight_gradient(given.gated_y, given.d_out, given.dispatch)},
     ),
     Contract(
         "combine", "each token's sum of its rows of y, weighted by its gates",
-        ("y", "gates", *ROUTES), ("out",), "ceil(L d / THREADS)", _combine,
+        ("y", "gates", *ROUTES), ("out",), "ceil(L d / THREADS)",
+        lambda given: {"out": combine.forward(given.y, given.gates, given.dispatch)},
     ),
     Contract(
         "combine.d_y", "the gradient of y: gate * d_out of each row's token",

@@ -15,7 +15,7 @@ from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.runtime.poison import poison
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case
-from moeblaze_ref.verify.checker.contracts import Arrays, Problem, dtype_of, set_problem
+from moeblaze_ref.verify.checker.contracts import Arrays, dtype_of, set_problem
 from moeblaze_ref.verify.checker.kernels import CudaKernel
 from moeblaze_ref.verify.checker.report import Difference, Report, Result, first_difference, unlike
 from moeblaze_ref.verify.checker.runners import RUNNERS, Runner
@@ -27,26 +27,15 @@ _MOST_RUNS = max(len(runner.orders) for runner in RUNNERS.values())
 
 @dataclass(frozen=True)
 class Exam:
-    """The task of a kernel, and the steps of every case.
-
-    Parameters
-    ----------
-    terms : Terms
-    runner : str
-        Where the kernel runs: one of `runners.RUNNERS`.
-    cases : list of (Step, Step)
-        The case itself, with memory for every run, and the next step of the same shape, with memory for one.
-    large : ndarray, optional
-        Memory for what the kernel writes in the case of `large.readers`; None if that case is not asked.
-    unchecked : str
-        Why that case is not asked of a kernel of which all other cases are.
-    """
+    """The task of a kernel, and the steps of every case."""
 
     terms: Terms
-    runner: str
+    runner: str  #: where the kernel runs: one of `runners.RUNNERS`
+    #: The case itself, with memory for every run, and the next step of the same shape, with memory for one.
     cases: list[tuple[Step, Step]]
+    #: Memory for what the kernel writes in the case of `large.readers`; None if that case is not asked.
     large: np.ndarray | None = None
-    unchecked: str = ""
+    unchecked: str = ""  #: why that case is not asked of a kernel of which all other cases are
 
     @classmethod
     def of(cls, terms: Terms, runner: str, cases: Iterable[Case], large: bool = False, unchecked: str = "") -> "Exam":
@@ -108,11 +97,15 @@ class Exam:
             return Result(shape, answer.fault, None, {})
         taken = self.text_trial.parameters(first.problem) if self.text_trial else answer.parameters
         left_out = set(self.terms.contract.extras) - set(taken)
-        first, following = (_without(step, left_out) for step in (first, following))
+        first, following = (
+            Step(step.problem, [{name: run[name] for name in run if name not in left_out} for run in step.outputs])
+            for step in (first, following)
+        )
         difference = self._difference(first)
         instability, unstable = _instability(runner, first)
         stale = None if difference else self._difference(following)
-        problems = [str(difference or ""), instability, _next_step(stale) if stale else ""]
+        in_next_step = f"in the next step of the same shape, with other routing, weights and gradients, {stale}"
+        problems = [str(difference or ""), instability, in_next_step if stale else ""]
         if not any(problems):
             problems = [budget.excess(answer.counts, answer.symbols) for budget in self.terms.budgets]
         return Result(shape, "; ".join(filter(None, problems)), difference or unstable or stale, answer.counts)
@@ -129,15 +122,6 @@ class Exam:
         return {name: array for way in ways for name, array in way.items()}
 
 
-def _without(step: Step, names: set[str]) -> Step:
-    """The step without outputs that the kernel does not take."""
-    return Step(step.problem, [{name: run[name] for name in run if name not in names} for run in step.outputs])
-
-
-def _next_step(stale: Difference) -> str:
-    return f"in the next step of the same shape, with other routing, weights and gradients, {stale}"
-
-
 def _instability(runner: Runner, step: Step) -> tuple[str, Difference | None]:
     """Describe the first later run that wrote different bits; empty if there is none."""
     first = step.outputs[0]
@@ -151,22 +135,17 @@ def _instability(runner: Runner, step: Step) -> tuple[str, Difference | None]:
 
 def _step(terms: Terms, case: Case, runs: int) -> Step:
     problem = set_problem(terms.contract, case)
-    return Step(problem, [_memory(problem, terms.dtype) for _ in range(runs)])
-
-
-def _memory(problem: Problem, dtype: str) -> Arrays:
-    return {name: _poisoned(shape, dtype_of(name, dtype)) for name, shape in problem.outputs.items()}
+    shapes = problem.outputs.items()
+    return Step(
+        problem, [{name: _poisoned(shape, dtype_of(name, terms.dtype)) for name, shape in shapes} for _ in range(runs)]
+    )
 
 
 def _poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return poison(_shared(shape, dtype))
-
-
-def _shared(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """An array that a forked process shares with this one. It has no name and no file that could be cut short."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = mmap.mmap(-1, max(size, 1))
-    return np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape)
+    return poison(np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape))
 
 
 def _with_activation(case: Case, activation: str) -> Case:

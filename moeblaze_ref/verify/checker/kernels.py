@@ -75,17 +75,10 @@ def choose_launch(stated: dict[str, str], asked: dict[str, str | None], contract
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A kernel of a .cu file.
+    """A kernel of a .cu file."""
 
-    Parameters
-    ----------
-    file, text : str
-        The file's name, for messages, and what is in it.
-    name : str
-    """
-
-    file: str
-    text: str
+    file: str  #: the file's name, for messages
+    text: str  #: what is in it
     name: str
 
     backends = ("simt", "cuda")  # the first is the default
@@ -152,14 +145,14 @@ def _misfit(contract: Contract, dtype: str, parameter: Parameter) -> str:
         return "" if fits else f"parameter {name} is a size: int {name}"
     if name not in contract.tensors:
         return ""  # named with the others that are unknown
-    wanted = dtype_of(name, dtype)
+    wanted, problem = dtype_of(name, dtype), ""
     if not parameter.pointer or parameter.dtype != wanted:
-        return f"parameter {name} is an array of {wanted}: {_parameter(contract, name, dtype)}"
-    if parameter.writable and name in contract.inputs:
-        return f"parameter {name} is an input: {_parameter(contract, name, dtype)}"
-    if not parameter.writable and name in contract.writes:
-        return f"parameter {name} is an output, which is not const: {_parameter(contract, name, dtype)}"
-    return ""
+        problem = f"an array of {wanted}"
+    elif parameter.writable and name in contract.inputs:
+        problem = "an input"
+    elif not parameter.writable and name in contract.writes:
+        problem = "an output, which is not const"
+    return problem and f"parameter {name} is {problem}: {_parameter(contract, name, dtype)}"
 
 
 def _parameter(contract: Contract, name: str, dtype: str) -> str:
@@ -177,17 +170,14 @@ def declaration(contract: Contract, dtype: str = "float32") -> str:
 def _accept(kernel, contract: Contract, names: Iterable[str], wrong: str, declared: str):
     """Every name is known and every output is there."""
     known = (*contract.tensors, *SIZES)
-    problem = wrong
-    for name in names:
-        if name not in known:
-            problem = _unknown(name, known)
-    missing = [name for name in contract.outputs if name not in names]
-    if missing and not problem:
-        problem = f"the output {missing[0]} is no parameter"
+    unknown = [_unknown(name, known) for name in names if name not in known]
+    missing = [f"the output {name} is no parameter" for name in contract.outputs if name not in names]
+    problem = next(filter(None, (*unknown[-1:], wrong, *missing)), "")
     if problem:
+        extras = f", and so may {' and '.join(contract.extras)}" if contract.extras else ""
         raise ValueError(
             f"{kernel.label} is no kernel for {contract.task}: {problem}.\nParameters are matched by name, in any "
-            f"order; inputs and sizes may be left out{_extras(contract)}:\n{declared}"
+            f"order; inputs and sizes may be left out{extras}:\n{declared}"
         )
 
 
@@ -198,10 +188,6 @@ def _unknown(name: str, known: tuple[str, ...]) -> str:
         text = str(error).partition(" Valid:")[0].rstrip(".")
         return f"{text} That is no tensor and no size of the task" if text.endswith("?") else text
     return ""
-
-
-def _extras(contract: Contract) -> str:
-    return f", and so may {' and '.join(contract.extras)}" if contract.extras else ""
 
 
 def find_cuda(text: str, file: str, name: str | None) -> CudaKernel:
@@ -300,19 +286,11 @@ def find_numba(function: Any, where: str) -> NumbaKernel:
 
 @dataclass(frozen=True)
 class NumbaFile:
-    """A Numba kernel whose module has not run yet.
+    """A Numba kernel whose module has not run yet."""
 
-    Parameters
-    ----------
-    place, name : str
-        The file or module, and the function in it.
-    text : bytes or None
-        The file, checked by `sources.check_source`; None of a module of the project.
-    """
-
-    place: str
-    name: str
-    text: bytes | None
+    place: str  #: the file or module
+    name: str  #: the function in it
+    text: bytes | None  #: the file, checked by `sources.check_source`; None of a module of the project
 
     backends = ("numba",)
 
@@ -358,11 +336,8 @@ def _run(text: bytes, file: Path) -> ModuleType:
 def find(kernel: Any) -> CudaKernel | NumbaKernel | NumbaFile:
     """A reader's kernel, however it is given. Nothing of a file runs.
 
-    Parameters
-    ----------
-    kernel : str, Path or Numba kernel
-        ``FILE.cu`` or ``FILE.cu:name``; the text of such a file, with one kernel in it;
-        ``module:function`` or ``FILE.py:function``; or the function itself.
+    It is given as ``FILE.cu`` or ``FILE.cu:name``, as the text of such a file, with one kernel in it, as
+    ``module:function`` or ``FILE.py:function``, or as the function itself.
 
     Raises
     ------

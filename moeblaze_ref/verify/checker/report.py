@@ -18,28 +18,15 @@ Counts = dict[str, dict[str, int]]  # quantity, such as "written", then tensor
 
 @dataclass(frozen=True)
 class Difference:
-    """The first wrong element, in row-major order, of the first wrong output.
-
-    Parameters
-    ----------
-    tensor : str
-    index : tuple of int
-    place : dict
-        As `place_of` has it.
-    found : float or int or None
-        None if it still holds poison: never written, or only added to.
-    expected : float or int
-    differing, elements : int
-        How many elements of the tensor differ, and how many it has.
-    """
+    """The first wrong element, in row-major order, of the first wrong output."""
 
     tensor: str
     index: tuple[int, ...]
-    place: dict[str, int | list[int]]
-    found: float | int | None
+    place: dict[str, int | list[int]]  #: as `place_of` has it
+    found: float | int | None  #: None if it still holds poison: never written, or only added to
     expected: float | int
-    differing: int
-    elements: int
+    differing: int  #: elements of the tensor that differ
+    elements: int  #: elements of the tensor
 
     def __str__(self):
         return self.sentence("must be")
@@ -60,13 +47,8 @@ def _number(value: float) -> str:
 def first_difference(problem: Problem, found: Arrays, baseline: Arrays) -> Difference | None:
     """Return the first element outside the project's bounds, or None.
 
-    Parameters
-    ----------
-    problem : Problem
-    found : dict of arrays
-        What the kernel wrote, over poison.
-    baseline : dict of arrays
-        Results of plain torch in the same dtype, for the narrow ones.
+    Found is what the kernel wrote, over poison. The baseline is plain torch's results in the same dtype, for the narrow
+    ones.
     """
     for name, expected in problem.expected.items():
         if name not in found:
@@ -150,24 +132,12 @@ def place_of(name: str, index: tuple[int, ...], problem: Problem) -> dict[str, i
 
 @dataclass(frozen=True)
 class Result:
-    """One case.
+    """One case."""
 
-    Parameters
-    ----------
-    case : str
-        Its sizes, and what is hard about it.
-    problem : str
-        What is wrong, in a sentence; empty if the kernel is right.
-    difference : Difference or None
-        The element that shows it.
-    counts : dict
-        Bytes and sectors by quantity and tensor; empty where nothing counts.
-    """
-
-    case: str
-    problem: str
-    difference: Difference | None
-    counts: Counts
+    case: str  #: its sizes, and what is hard about it
+    problem: str  #: what is wrong, in a sentence; empty if the kernel is right
+    difference: Difference | None  #: the element that shows it
+    counts: Counts  #: bytes and sectors by quantity and tensor; empty where nothing counts
 
     @property
     def ok(self) -> bool:
@@ -182,28 +152,17 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The checker's verdict on a kernel, case by case.
-
-    Parameters
-    ----------
-    task, kernel, backend, dtype : str
-    launch : str
-        Grid, block and shared bytes as formulas, and who stated them.
-    quantities : tuple of str
-        What the backend counts, in the process that runs the kernel: the kernel can forge it.
-    results : list of Result
-        The last one if a case faults: the check ends there.
-    unchecked : str
-        Why sizes past 2**31 elements were not checked; empty if they were, or if the caller chose the cases.
-    """
+    """The checker's verdict on a kernel, case by case."""
 
     task: str
     kernel: str
     backend: str
     dtype: str
-    launch: str
+    launch: str  #: grid, block and shared bytes as formulas, and who stated them
+    #: What the backend counts, in the process that runs the kernel: the kernel can forge it.
     quantities: tuple[str, ...]
-    results: list[Result]
+    results: list[Result]  #: the last one if a case faults: the check ends there
+    #: Why sizes past 2**31 elements were not checked; empty if they were, or if the caller chose the cases.
     unchecked: str
 
     @property
@@ -244,12 +203,7 @@ class Report:
 
 
 class Wrong(AssertionError):
-    """The checked kernel is wrong; the message says how, ``report`` has every case.
-
-    Parameters
-    ----------
-    report : Report
-    """
+    """The checked kernel is wrong; the message says how, ``report`` has every case."""
 
     def __init__(self, report: Report):
         self.report = report

@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from moeblaze_ref.runtime import cupy_executor
+from moeblaze_ref.runtime.record import RecordingExecutor
 from moeblaze_ref.runtime.simt.build import SimtCompileError
 from moeblaze_ref.runtime.simt.cache import SimtUnavailable
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import Size
 from moeblaze_ref.verify.checker.budgets import QUANTITIES
 from moeblaze_ref.verify.checker.contracts import Arrays
@@ -29,31 +32,18 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Runner:
-    """A place to run kernels in.
+    """A place to run kernels in."""
 
-    Parameters
-    ----------
-    run : callable
-        (kernel, constants, (grid, block, shared bytes), arguments, order) -> `Counts`; writes the
-        outputs in place. Arguments are numpy arrays and whole numbers by parameter.
-    orders : tuple of str
-        What tells one run from the next on the same input; each must give the same bits.
-    what_differs : str
-        What is wrong with a kernel of which they do not.
-    quantities : tuple of str
-        Those of `QUANTITIES` that are counted there.
-    """
-
+    #: (kernel, constants, (grid, block, shared bytes), arguments, order) -> `Counts`; writes the outputs in place.
+    #: Arguments are numpy arrays and whole numbers by parameter.
     run: Callable[..., Counts]
-    orders: tuple[str, ...]
-    what_differs: str
-    quantities: tuple[str, ...]
+    orders: tuple[str, ...]  #: what tells one run from the next on the same input; each must give the same bits
+    what_differs: str  #: what is wrong with a kernel of which they do not
+    quantities: tuple[str, ...]  #: those of `QUANTITIES` that are counted there
 
 
 def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):
     """``order`` is the seed of the threads' order; 0 is their natural one."""
-    from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
-
     executor = SimtExecutor(seed=order)
     grid, block, shared_bytes = launch
     try:
@@ -79,9 +69,6 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
 
 def _line_outside(kernel: CudaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int) -> str:
     """Return the line at which a kernel accesses memory outside its arrays, or an empty text."""
-    from moeblaze_ref.runtime.record import RecordingExecutor
-    from moeblaze_ref.runtime.simt.executor import KernelFault
-
     executor, (grid, block, shared_bytes) = RecordingExecutor(seed=order), launch
     with contextlib.suppress(KernelFault, SimtUnavailable):
         module = executor.load(kernel.file, text=kernel.text, **constants)
@@ -93,8 +80,6 @@ def _line_outside(kernel: CudaKernel, constants, launch: tuple[Size, Size, int],
 def _cuda(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):
     """A GPU counts nothing; ``order`` is the number of the run."""
     import cupy
-
-    from moeblaze_ref.runtime import cupy_executor
 
     executor, (grid, block, shared_bytes) = cupy_executor(), launch
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}

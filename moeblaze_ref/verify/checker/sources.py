@@ -60,17 +60,12 @@ EXCEPTIONS = {name for name, value in _CLASSES.items() if issubclass(value, Base
 def check_source(text: str | bytes, file: str):
     """Refuse the Python text of a kernel that could change what is counted.
 
-    Parameters
-    ----------
-    text : str or bytes
-        The whole file. A text that is no Python passes: it cannot run either, and its import says why.
-    file : str
-        For the message.
+    The text is the whole file. One that is no Python passes: it cannot run either, and its import says why.
 
     Raises
     ------
     ValueError
-        The message names the first such line, what stands there, and what is allowed.
+        The message names the file and the first such line, what stands there, and what is allowed.
     """
     try:
         tree = ast.parse(text)
@@ -83,12 +78,7 @@ def check_source(text: str | bytes, file: str):
 
 
 class _Text:
-    """A text, with the names that it gives to modules.
-
-    Parameters
-    ----------
-    tree : ast.Module
-    """
+    """A text, with the names that it gives to modules."""
 
     def __init__(self, tree: ast.Module):
         self.nodes: list[Any] = list(ast.walk(tree))  # ast.AST; those that may be refused have a line and a column

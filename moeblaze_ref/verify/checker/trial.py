@@ -31,57 +31,24 @@ class Step(NamedTuple):
 
 
 class Description(NamedTuple):
-    """Description of a kernel, sent before its launches.
+    """Description of a kernel, sent before its launches."""
 
-    Parameters
-    ----------
-    runner : str
-        Where it runs: one of `runners.RUNNERS`.
-    launch : str
-        Its grid, block and shared bytes.
-    """
-
-    runner: str
-    launch: str
+    runner: str  #: where it runs: one of `runners.RUNNERS`
+    launch: str  #: its grid, block and shared bytes
 
 
 class Answer(NamedTuple):
-    """Results of the launches on one case.
+    """Results of the launches on one case."""
 
-    Parameters
-    ----------
-    fault : str
-        What the kernel did that a GPU would not survive; empty if nothing.
-    counts : dict
-        By quantity and tensor, of the first run.
-    symbols : dict of int
-        What the formula of a budget may use.
-    parameters : tuple of str
-        The tensors and sizes that the kernel takes.
-    """
-
-    fault: str
-    counts: Counts
-    symbols: dict[str, int]
-    parameters: tuple[str, ...]
+    fault: str  #: what the kernel did that a GPU would not survive; empty if nothing
+    counts: Counts  #: by quantity and tensor, of the first run
+    symbols: dict[str, int]  #: what the formula of a budget may use
+    parameters: tuple[str, ...]  #: the tensors and sizes that the kernel takes
 
 
 @dataclass(frozen=True)
 class Terms:
     """Terms of a check, made before the kernel runs.
-
-    Parameters
-    ----------
-    contract : Contract
-    kernel : CudaKernel, NumbaKernel or NumbaFile
-    backend : str
-        One that takes such a kernel.
-    asked : dict
-        Formulas for grid, block and shared bytes, or None.
-    budgets : tuple of Budget
-    activation, dtype : str
-    constants : dict
-        Preprocessor constants beyond the project's.
 
     Raises
     ------
@@ -91,12 +58,12 @@ class Terms:
 
     contract: Contract
     kernel: CudaKernel | NumbaKernel | NumbaFile
-    backend: str
-    asked: dict[str, str | None]
+    backend: str  #: one that takes such a kernel
+    asked: dict[str, str | None]  #: formulas for grid, block and shared bytes, or None
     budgets: tuple[Budget, ...]
     activation: str
     dtype: str
-    constants: dict[str, Any]
+    constants: dict[str, Any]  #: preprocessor constants beyond the project's
 
     def __post_init__(self):
         checks.check_name("backend", self.backend, BACKENDS)
@@ -139,27 +106,15 @@ class Terms:
 
 @dataclass(frozen=True)
 class Trial:
-    """A kernel that can be launched.
-
-    Parameters
-    ----------
-    contract : Contract
-    kernel : CudaKernel or NumbaKernel
-    runner : str
-        One of `runners.RUNNERS`.
-    launch : Launch
-    activation, dtype : str
-    constants : dict
-        As `Terms` has them.
-    """
+    """A kernel that can be launched."""
 
     contract: Contract
     kernel: CudaKernel | NumbaKernel
-    runner: str
+    runner: str  #: one of `runners.RUNNERS`
     launch: Launch
     activation: str
     dtype: str
-    constants: dict[str, Any]
+    constants: dict[str, Any]  #: as `Terms` has them
 
     @property
     def description(self) -> Description:
@@ -195,13 +150,13 @@ class Trial:
         constants, symbols = self._constants(problem), self._symbols(problem)
         names = self.parameters(problem)
         inputs = {name: array.copy() for name, array in problem.inputs.items()}
-        given = problem.sizes | inputs | memory
-        arguments = {name: given[name] if name in given else self._nothing(name) for name in names}
+        # A tensor that the activation lacks is an array that the kernel must not read.
+        absent = {name: np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype)) for name in self.contract.tensors}
+        given = absent | problem.sizes | inputs | memory
+        arguments = {name: given[name] for name in names}
         launch = self.launch.at(self.kernel.name, symbols)
         counts = self._launch(constants, launch, arguments, order)
-        written = counts.get(
-            "written", {}
-        )  # where inputs are copied to a device, what changes there does not come back
+        written = counts.get("written", {})  # what changes in a device's copy of an input does not come back
         for name, array in inputs.items():
             if written.get(name) or array.tobytes() != problem.inputs[name].tobytes():
                 raise Fault(f"kernel {self.kernel.name} changes its input {name}")
@@ -220,10 +175,6 @@ class Trial:
     def parameters(self, problem: Problem) -> tuple[str, ...]:
         """The tensors and sizes that the kernel takes. Errors are those of its ``fit``."""
         return self.kernel.fit(self.contract, self.dtype, self._constants(problem))
-
-    def _nothing(self, name: str) -> np.ndarray:
-        """Return the argument for a tensor that the activation lacks: an array that the kernel must not read."""
-        return np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype))
 
     def _constants(self, problem: Problem) -> dict[str, Any]:
         return self.constants_of(problem.case.renormalize)

@@ -126,9 +126,8 @@ def _sdd_case(version: str, rhs_parts: list, rhs: np.ndarray, shape: tuple, tran
         operands = executor.empty((P, K), _dtype(version)), executor.empty(shape, _dtype(version))
         stage.sdd.unchecked(*operands, _topology(executor), transpose, executor, version)
 
-    return _product(
-        version, "sdd", given, {"values": [(np.s_[-blocks:, lines, columns], product)]}, call, BLOCK_ROWS, 1
-    )
+    expected = {"values": [(np.s_[-blocks:, lines, columns], product)]}
+    return _product(version, "sdd", given, expected, call, BLOCK_ROWS, 1)
 
 
 def _sdd(version: str) -> Case:
@@ -149,60 +148,44 @@ def _dsd_case(
     expected = {"result": [(np.s_[live, _last_columns(version)], product[live])]}
 
     def call(executor):
-        operands = (
-            executor.empty((NNZ, B, B), _dtype(version)),
-            _topology(executor),
-            executor.empty(shape, _dtype(version)),
-        )
-        stage.dsd.unchecked(*operands, *transposes, executor, version)
+        blocks, rhs = (executor.empty(size, _dtype(version)) for size in ((NNZ, B, B), shape))
+        stage.dsd.unchecked(blocks, _topology(executor), rhs, *transposes, executor, version)
 
     tiles = rows // B, ceil_div(_depth(version), gemm.HOPPER_COLUMNS)
     return _product(version, "dsd", places | {"values": stored, "rhs": rhs}, expected, call, *tiles)
 
 
 def _dsd(version: str) -> Case:
-    columns = _last_columns(version)
+    columns, K = _last_columns(version), _depth(version)
     rhs = _operand(version, h, columns.stop - columns.start, seed=1)
     product = _stored(version)[1] @ exactly(rhs)
-    places = _given(offsets="row_offsets", others="column_indices")
-    return _dsd_case(
-        version,
-        [(_of_matrix(version, np.s_[-h:], columns), rhs)],
-        product,
-        (N, _depth(version)),
-        P,
-        places,
-        (False, False),
-    )
+    given = [(_of_matrix(version, np.s_[-h:], columns), rhs)]
+    return _dsd_case(version, given, product, (N, K), P, _by_row(), (False, False))
 
 
 def _d_rows(version: str) -> Case:
     """The right operand transposed, and in parts."""
-    columns = _last_columns(version)
+    columns, K = _last_columns(version), _depth(version)
     rhs = _operand(version, columns.stop - columns.start, h, seed=1)
     product = _stored(version)[1] @ exactly(rhs).T
-    places = _given(offsets="row_offsets", others="column_indices")
-    return _dsd_case(version, [(np.s_[-1:, columns], rhs)], product, (E, _depth(version), h), P, places, (False, True))
-
-
-def _by_column() -> dict:
-    return _given("transpose_indices", offsets="column_offsets", others="row_indices")
+    return _dsd_case(version, [(np.s_[-1:, columns], rhs)], product, (E, K, h), P, _by_row(), (False, True))
 
 
 def _dsd_transposed(version: str) -> Case:
     """The sparse matrix transposed."""
-    columns = _last_columns(version)
+    columns, K = _last_columns(version), _depth(version)
     rhs = _operand(version, OWN, columns.stop - columns.start, seed=1)
     product = _stored(version)[1].T @ exactly(rhs)
-    return _dsd_case(
-        version,
-        [(_of_matrix(version, np.s_[-OWN:], columns), rhs)],
-        product,
-        (P, _depth(version)),
-        N,
-        _by_column(),
-        (True, False),
-    )
+    given = [(_of_matrix(version, np.s_[-OWN:], columns), rhs)]
+    return _dsd_case(version, given, product, (P, K), N, _by_column(), (True, False))
+
+
+def _by_row() -> dict:
+    return _given(offsets="row_offsets", others="column_indices")
+
+
+def _by_column() -> dict:
+    return _given("transpose_indices", offsets="column_offsets", others="row_indices")
 
 
 def _dds(version: str) -> Case:
@@ -230,12 +213,16 @@ PRODUCTS = _dsd, _dsd_transposed, _d_rows, _dds, _sdd, _sdd_transposed
 # ---- element by element, and row by row ----
 
 
-def _between(kernel: str, inputs: dict, outputs: dict, call) -> Case:
+def _between(kernel: str, inputs: dict, outputs: dict, function) -> Case:
     """The last block of threads has the last lines of the last block."""
     lines = np.s_[-1:, -len(inputs["a"]) :]
     given, expected = ({name: [(lines, array)] for name, array in arrays.items()} for arrays in (inputs, outputs))
     passes = f"values: {VALUES} blocks of {B} x {B}"
-    return Case("block_sparse", "0_hidden", passes, "float32", Launch(kernel, last_block, given, expected), call)
+
+    def call(executor):
+        function.unchecked(*(executor.empty((VALUES, B, B), "float32") for _ in inputs), "swiglu", executor)
+
+    return Case("block_sparse", "hidden", passes, "float32", Launch(kernel, last_block, given, expected), call)
 
 
 def _lines(*names: str) -> dict[str, np.ndarray]:
@@ -244,31 +231,17 @@ def _lines(*names: str) -> dict[str, np.ndarray]:
     return {name: values(count, B, seed=seed) for seed, name in enumerate(names)}
 
 
-def _blocks_of_values(executor, count: int) -> list:
-    return [executor.empty((VALUES, B, B), "float32") for _ in range(count)]
-
-
 def _activate() -> Case:
     inputs = _lines("a", "b")
     outputs = {"y_swi": activation.forward(exactly(inputs["a"]), exactly(inputs["b"]), "swiglu")}
-
-    def call(executor):
-        a, b = _blocks_of_values(executor, 2)
-        stage.activate.unchecked(a, b, "swiglu", executor)
-
-    return _between("activate", inputs, outputs, call)
+    return _between("activate", inputs, outputs, stage.activate)
 
 
 def _activate_backward() -> Case:
     inputs = _lines("d_y", "a", "b")
     d_y, a, b = map(exactly, inputs.values())
     outputs = dict(zip(("d_a", "d_b"), activation.backward(d_y, a, b, "swiglu"), strict=True))
-
-    def call(executor):
-        d_y, a, b = _blocks_of_values(executor, 3)
-        stage.activate_backward.unchecked(d_y, a, b, "swiglu", executor)
-
-    return _between("activate_backward", inputs, outputs, call)
+    return _between("activate_backward", inputs, outputs, stage.activate_backward)
 
 
 def _bins(executor) -> PaddedBins:
@@ -278,7 +251,7 @@ def _bins(executor) -> PaddedBins:
 
 def _row_case(kernel: str, given: dict, expected: dict, call) -> Case:
     passes = f"P d, L d: P={MANY}, d={WIDTH}"
-    return Case("block_sparse", "0_rows", passes, "float32", Launch(kernel, last_block, given, expected), call)
+    return Case("block_sparse", "rows", passes, "float32", Launch(kernel, last_block, given, expected), call)
 
 
 def _padded_gather() -> Case:

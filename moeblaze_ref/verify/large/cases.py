@@ -19,31 +19,18 @@ BOUNDS = {"int32": 0.0, "uint32": 0.0, "float32": 1e-5, "float16": 2.0**-9, "bfl
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A kernel at sizes of which some product passes 2**31.
+    """A kernel at sizes of which some product passes 2**31."""
 
-    Parameters
-    ----------
-    stage, version : str
-        Where the kernel belongs; the version of a file that all versions share is that of its file.
-    passes : str
-        The products that pass 2**31, with the shape.
-    dtype : str
-        Of the outputs.
-    launch : Launch
-    call : callable
-        Takes an executor and calls the stage with arrays of that executor's, whose values `launch` gives: without its
-        checks, which would read arrays that are not there.
-    multiprocessors : int
-        Blocks of a kernel whose blocks stay.
-    """
-
+    #: Where the kernel belongs; the version of a file that all versions share is that of its file.
     stage: str
     version: str
-    passes: str
-    dtype: str
+    passes: str  #: the products that pass 2**31, with the shape
+    dtype: str  #: of the outputs
     launch: Launch
+    #: Takes an executor and calls the stage with arrays of that executor's, whose values `launch` gives: without its
+    #: checks, which would read arrays that are not there.
     call: Callable[[Executor], Any]
-    multiprocessors: int = 4
+    multiprocessors: int = 4  #: blocks of a kernel whose blocks stay
 
     @property
     def kernel(self) -> str:

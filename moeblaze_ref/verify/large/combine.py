@@ -21,6 +21,10 @@ def cases() -> list[Case]:
     return [_combine("1_gather", COLUMNS), _combine("2_vector", EVERY), _d_y(), _d_gates(), _scatter(), _sum_rows()]
 
 
+def _case(version: str, launch: Launch, call, stage: str = "combine") -> Case:
+    return Case(stage, version, f"R d and L d: {SHAPE}", "float32", launch, call)
+
+
 def _rows(array: np.ndarray, columns: slice) -> list:
     """Parts of y: rows of the last token."""
     return [(np.s_[row : row + 1, columns], each) for row, each in zip(ROWS, array, strict=True)]
@@ -43,7 +47,7 @@ def _combine(version: str, columns: slice) -> Case:
     expected = {"out": [(np.s_[-1:, columns], exactly(gates) @ exactly(y))]}
     launch = Launch("combine", last_block, given | {"y": _rows(y, columns)}, expected)
     call = lambda executor: combine.forward.unchecked(*_arguments(executor), executor, version)
-    return Case("combine", version, f"R d and L d: {SHAPE}", "float32", launch, call)
+    return _case(version, launch, call)
 
 
 def _scatter() -> Case:
@@ -53,14 +57,7 @@ def _scatter() -> Case:
     given |= {"y": _rows(y, COLUMNS)[last], "out": [(np.s_[-1:, COLUMNS], before)]}
     expected = {"out": [(np.s_[-1:, COLUMNS], before + exactly(gates[1]) * exactly(y[1]))]}
     call = lambda executor: combine.scatter.unchecked(*_arguments(executor), executor)
-    return Case(
-        "combine",
-        "lesson_atomic",
-        f"R d and L d: {SHAPE}",
-        "float32",
-        Launch("scatter", last_block, given, expected),
-        call,
-    )
+    return _case("lesson_atomic", Launch("scatter", last_block, given, expected), call)
 
 
 def _backward(executor):
@@ -73,9 +70,7 @@ def _d_y() -> Case:
     given: dict[str, Parts] = {"d_out": [(np.s_[-1:, COLUMNS], d_out)], "gates": [(np.s_[-1:], gates)]}
     given |= {"token_index_map": [(np.s_[-1:], ROWS[1:])]}
     expected = {"d_y": [(np.s_[ROWS[1] : ROWS[1] + 1, COLUMNS], exactly(gates[1]) * exactly(d_out))]}
-    return Case(
-        "combine", "1_gather", f"R d and L d: {SHAPE}", "float32", Launch("d_y", last_block, given, expected), _backward
-    )
+    return _case("1_gather", Launch("d_y", last_block, given, expected), _backward)
 
 
 def _d_gates() -> Case:
@@ -83,14 +78,7 @@ def _d_gates() -> Case:
     d_out, y = values(d), values(k, d)
     given = {"d_out": [(np.s_[-1:], d_out)], "y": _rows(y, EVERY), "token_index_map": [(np.s_[-k:], ROWS)]}
     expected = {"d_gates": [(np.s_[-1:], exactly(y) @ exactly(d_out))]}
-    return Case(
-        "combine",
-        "1_gather",
-        f"R d and L d: {SHAPE}",
-        "float32",
-        Launch("d_gates", last_block, given, expected),
-        _backward,
-    )
+    return _case("1_gather", Launch("d_gates", last_block, given, expected), _backward)
 
 
 def _sum_rows() -> Case:
@@ -102,11 +90,4 @@ def _sum_rows() -> Case:
         rows, _, dispatch = _arguments(executor)
         gemm.sum_rows(executor, rows, dispatch.token_index_map, k, executor.empty((L, d), "float32"))
 
-    return Case(
-        "expert_up",
-        "0_sum_rows",
-        f"R d and L d: {SHAPE}",
-        "float32",
-        Launch("sum_rows", last_block, given, expected),
-        call,
-    )
+    return _case("sum_rows", Launch("sum_rows", last_block, given, expected), call, stage="expert_up")

@@ -6,7 +6,7 @@ from moeblaze_ref.backends.numpy_ref import activation as reference
 from moeblaze_ref.backends.raw_cuda import activation, expert_down, expert_up, gemm, tiles
 from moeblaze_ref.runtime import ceil_div
 from moeblaze_ref.runtime.sparse import ZEROS, Launch
-from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
+from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
 from moeblaze_ref.verify.large.experts import (
     VERSIONS,
     d_hidden,
@@ -47,9 +47,8 @@ def many_terms(version: str) -> Layout:
 def _act() -> Case:
     R, h = 2**22 + 1, 1024
     a, place = values(gemm.THREADS), np.s_[-1:, -gemm.THREADS :]
-    launch = Launch(
-        "act", last_block, {"a": [(place, a)]}, {"act_a": [(place, reference.act(exactly(a)[None], "silu"))]}
-    )
+    expected = {"act_a": [(place, reference.act(exactly(a)[None], "silu"))]}
+    launch = Launch("act", last_block, {"a": [(place, a)]}, expected)
     call = lambda executor: activation.act.unchecked(executor.empty((R, h), "float32"), "silu", executor)
     return Case("layer", "1_elementwise", f"R h: R={R}, h={h}", "float32", launch, call)
 
@@ -57,18 +56,12 @@ def _act() -> Case:
 def _d_gates() -> Case:
     """The last block has four slots, whose rows are the last in reverse order."""
     layout, count = tall("1_naive"), 4
-    R, h = layout.L, layout.h
-    terms, last = values(count, h), np.s_[-count:]
-    given = {"gate_terms": [(last, terms[::-1])], "token_index_map": [(last, R - 1 - np.arange(count))]}
+    terms, last = values(count, layout.h), np.s_[-count:]
+    given = {"gate_terms": [(last, terms[::-1])], "token_index_map": [(last, layout.L - 1 - np.arange(count))]}
     launch = Launch("d_gates", last_block, given, {"d_gates": [(last, exactly(terms).sum(axis=1, keepdims=True))]})
 
-    def call(executor):
-        hidden, d_out = (executor.empty((R, n), "float32") for n in (h, layout.d))
-        w3, gates = executor.empty((layout.E, h, layout.d), "float32"), executor.empty((R, 1), "float32")
-        dispatch, options = dispatch_of(executor, R, layout.E, 1), {"executor": executor, "version": "1_naive"}
-        expert_down.hidden_gradients.unchecked(d_out, gates, hidden, hidden, w3, dispatch, "swiglu", **options)
-
-    return Case("expert_down", "0_gates", f"R h: {layout}", "float32", launch, call)
+    call = layout.call(expert_down.hidden_gradients.unchecked, activation="swiglu", version="1_naive")
+    return Case("expert_down", "gates", f"R h: {layout}", "float32", launch, call)
 
 
 # ---- sums over a token's experts in the epilogue ----
@@ -86,13 +79,8 @@ def _sums_launch(layout: Layout, kernel: str, blocks, where: dict) -> Launch:
     return Launch(kernel, blocks, given, {"sums": last_tokens(sums, columns)}, where)
 
 
-def _sums_case(layout: Layout, version: str, stage_call, launch: Launch) -> Case:
-    L, E, d, h = layout.L, layout.E, layout.d, layout.h
-
-    def call(executor):
-        y_swi, w3 = executor.empty((L, h), layout.dtype), executor.empty((E, h, d), layout.dtype)
-        stage_call(y_swi, w3, executor.empty((L, 1), "float32"), dispatch_of(executor, L, E, 1), executor)
-
+def _sums_case(layout: Layout, version: str, function, launch: Launch) -> Case:
+    call = layout.call(function.unchecked)
     return Case("expert_down", version, f"L d, R h, E h d: {layout}", layout.dtype, launch, call)
 
 
@@ -108,19 +96,19 @@ def _add_expert(layout: Layout) -> Case:
         return [(number % grid[0], number // grid[0], 0)]
 
     launch = _sums_launch(layout, "add_expert", blocks, {"expert": layout.E - 1})
-    return _sums_case(layout, "as_printed", expert_down.summed_forward.unchecked, launch)
+    return _sums_case(layout, "as_printed", expert_down.summed_forward, launch)
 
 
 def _add_rows(layout: Layout) -> Case:
     launch = _sums_launch(layout, "add_rows", layout.row_blocks(layout.d), {})
-    return _sums_case(layout, "lesson_atomic", expert_down.atomic_forward.unchecked, launch)
+    return _sums_case(layout, "lesson_atomic", expert_down.atomic_forward, launch)
 
 
 def _round_sums() -> Case:
     layout = tall("3_mma")
     sums, place = values(gemm.THREADS), np.s_[-1:, -gemm.THREADS :]
     launch = Launch("round_sums", last_block, {"sums": [(place, sums)]}, {"out": [(place, exactly(sums))]})
-    return _sums_case(layout, "as_printed", expert_down.summed_forward.unchecked, launch)
+    return _sums_case(layout, "as_printed", expert_down.summed_forward, launch)
 
 
 # ---- rows so wide that those of one tile have more than 2**31 elements ----
@@ -168,14 +156,7 @@ def _hopper_weights(kernel: str, E: int, d: int, h: int, gathered: str, plain: s
     launch = Launch(kernel, lambda _: [(block, 0, 0)], given, {kernel: expected})
     stage = expert_up if kernel == "d_w" else expert_down
 
-    def call(executor):
-        plain_array, gathered_array = (
-            executor.empty((layout.L, h), "bfloat16"),
-            executor.empty((layout.L, d), "bfloat16"),
-        )
-        dispatch = dispatch_of(executor, layout.L, E, 1)
-        stage.weight_gradient.unchecked(plain_array, gathered_array, dispatch, executor, gemm.HOPPER)
-
+    call = layout.call(stage.weight_gradient.unchecked, version=gemm.HOPPER)
     name = stage.__name__.rpartition(".")[2]
     return Case(name, gemm.HOPPER, f"E d h, and of one tile's rows: {layout}", "bfloat16", launch, call, MOST_BLOCKS)
 

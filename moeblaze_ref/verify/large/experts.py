@@ -7,7 +7,7 @@ import numpy as np
 from moeblaze_ref.backends.numpy_ref import activation
 from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm
 from moeblaze_ref.runtime.sparse import Launch, Parts
-from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
+from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
 from moeblaze_ref.verify.large.layout import MANY_BLOCKS, Layout
 
 VERSIONS = ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)
@@ -60,8 +60,9 @@ def _up_cases(version: str) -> list[Case]:
     return [_up(layout) for layout in (wide_hidden(version), tall(version))]
 
 
-def _case(layout: Layout, stage: str, passes: str, launch: Launch, call) -> Case:
+def _case(layout: Layout, stage: str, passes: str, launch: Launch, function, **options) -> Case:
     blocks = MANY_BLOCKS if layout.version == gemm.HOPPER else 4
+    call = layout.call(function.unchecked, version=layout.version, **options)
     return Case(stage, layout.version, f"{passes}: {layout}", layout.dtype, launch, call, blocks)
 
 
@@ -87,7 +88,7 @@ def weights(layout: Layout, depth: int, rows: int, columns: int, seed: int) -> n
 
 
 def _up(layout: Layout) -> Case:
-    L, E, d, h = layout.L, layout.E, layout.d, layout.h
+    d, h = layout.d, layout.h
     rows, columns = layout.live_rows(), layout.live_columns(h, results=2)
     width = columns.stop - columns.start
     x = values(rows.stop - rows.start, d, dtype=layout.dtype)
@@ -98,19 +99,13 @@ def _up(layout: Layout) -> Case:
     outputs = {"a": a, "b": b, "y_swi": activation.forward(a, b, "swiglu")}
     expected = {name: [(np.s_[rows, columns], array)] for name, array in outputs.items()}
 
-    def call(executor):
-        w1, w2 = (executor.empty((E, d, h), layout.dtype) for _ in range(2))
-        x, dispatch = executor.empty((L, d), layout.dtype), dispatch_of(executor, L, E, 1)
-        expert_up.forward.unchecked(x, w1, w2, dispatch, "swiglu", executor=executor, version=layout.version)
-
     launch = Launch("expert_up", layout.row_blocks(h, results=2), given, expected)
-    return _case(layout, "expert_up", "L d, R h, d h", launch, call)
+    return _case(layout, "expert_up", "L d, R h, d h", launch, expert_up.forward, activation="swiglu")
 
 
 def _d_x(layout: Layout) -> Case:
     """Gradients of the last token (1_naive), or of the last rows."""
-    L, E, d, h = layout.L, layout.E, layout.d, layout.h
-    naive = layout.version == "1_naive"
+    d, h, naive = layout.d, layout.h, layout.version == "1_naive"
     rows, columns = layout.live_rows(), layout.live_columns(d)
     width = columns.stop - columns.start
     d_a, d_b = (values(rows.stop - rows.start, h, dtype=layout.dtype, seed=seed) for seed in (1, 2))
@@ -119,22 +114,19 @@ def _d_x(layout: Layout) -> Case:
     given: dict[str, Parts] = {name: [(np.s_[rows], array)] for name, array in (("d_a", d_a), ("d_b", d_b))}
     given |= {name: of_last_expert(w, rows=columns) for name, w in (("w1", w1), ("w2", w2))}
     if naive:
-        given |= {"token_expert_indices": [(np.s_[-1:], E - 1)], "token_index_map": [(np.s_[-1:], L - 1)]}
+        given |= {"token_expert_indices": [(np.s_[-1:], layout.E - 1)]}
+        given |= {"token_index_map": [(np.s_[-1:], layout.L - 1)]}
     else:
         given |= {"expert_token_offsets": [(ALL, layout.offsets)]}
 
-    def call(executor):
-        d_a, d_b = (executor.empty((L, h), layout.dtype) for _ in range(2))
-        w1, w2 = (executor.empty((E, d, h), layout.dtype) for _ in range(2))
-        expert_up.input_gradient.unchecked(d_a, d_b, w1, w2, dispatch_of(executor, L, E, 1), executor, layout.version)
-
     kernel, blocks = ("d_x", last_block) if naive else ("d_x_rows", layout.row_blocks(d))
     expected = {"d_x" if naive else "rows": [(np.s_[rows, columns], sums)]}
-    return _case(layout, "expert_up", "R d, R h, E d h", Launch(kernel, blocks, given, expected), call)
+    launch = Launch(kernel, blocks, given, expected)
+    return _case(layout, "expert_up", "R d, R h, E d h", launch, expert_up.input_gradient)
 
 
 def down(layout: Layout) -> Case:
-    L, E, d, h = layout.L, layout.E, layout.d, layout.h
+    d, h = layout.d, layout.h
     rows, columns = layout.live_rows(), layout.live_columns(d)
     y_swi = values(rows.stop - rows.start, h, dtype=layout.dtype)
     w3 = weights(layout, h, h, columns.stop - columns.start, seed=1)
@@ -142,16 +134,12 @@ def down(layout: Layout) -> Case:
     given |= {"expert_token_offsets": [(ALL, layout.offsets)]}
     expected = {"y": [(np.s_[rows, columns], exactly(y_swi) @ exactly(w3))]}
 
-    def call(executor):
-        y_swi, w3 = executor.empty((L, h), layout.dtype), executor.empty((E, h, d), layout.dtype)
-        expert_down.forward.unchecked(y_swi, w3, dispatch_of(executor, L, E, 1), executor, layout.version)
-
     launch = Launch("expert_down", layout.row_blocks(d), given, expected)
-    return _case(layout, "expert_down", "R h, R d, h d", launch, call)
+    return _case(layout, "expert_down", "R h, R d, h d", launch, expert_down.forward)
 
 
 def d_hidden(layout: Layout) -> Case:
-    L, E, d, h = layout.L, layout.E, layout.d, layout.h
+    d, h = layout.d, layout.h
     rows, columns = layout.live_rows(), layout.live_columns(h)
     count, width = rows.stop - rows.start, columns.stop - columns.start
     d_out, gates = values(count, d, dtype=layout.dtype), values(count)
@@ -163,55 +151,34 @@ def d_hidden(layout: Layout) -> Case:
     given = rows_of_tokens(layout, rows) | {"d_out": last_tokens(d_out), "gate_of_row": [(np.s_[rows], gates)]}
     given |= {"a": [(np.s_[rows, columns], a)], "b": [(np.s_[rows, columns], b)]}
     given |= {"w3": of_last_expert(w3, rows=columns)}
-    expected = {
-        name: [(np.s_[rows, columns], array)] for name, array in (("d_a", d_a), ("d_b", d_b), ("gated_y", gate * y))
-    }
-    terms = d_y * y
+    outputs, terms = {"d_a": d_a, "d_b": d_b, "gated_y": gate * y}, d_y * y
+    expected = {name: [(np.s_[rows, columns], array)] for name, array in outputs.items()}
+    expected["gate_terms"] = [(np.s_[rows, columns], terms)]
     if layout.version != "1_naive":
         expected["gate_terms"] = [(np.s_[rows, -1:], terms.sum(axis=1, keepdims=True))]
-    else:
-        expected["gate_terms"] = [(np.s_[rows, columns], terms)]
-
-    def call(executor):
-        a, b = (executor.empty((L, h), layout.dtype) for _ in range(2))
-        d_out, w3 = executor.empty((L, d), layout.dtype), executor.empty((E, h, d), layout.dtype)
-        gates, dispatch = executor.empty((L, 1), "float32"), dispatch_of(executor, L, E, 1)
-        options = {"executor": executor, "version": layout.version}
-        expert_down.hidden_gradients.unchecked(d_out, gates, a, b, w3, dispatch, "swiglu", **options)
 
     launch = Launch("d_hidden", layout.row_blocks(h), given, expected)
-    return _case(layout, "expert_down", "L d, R h, E h d", launch, call)
+    function = expert_down.hidden_gradients
+    return _case(layout, "expert_down", "L d, R h, E h d", launch, function, activation="swiglu")
 
 
 def _d_w(layout: Layout) -> Case:
-    launch = _weight_launch(layout, "d_w", ("x", layout.d), ("d_hidden", layout.h), "d_w")
-
-    def call(executor):
-        d_hidden, x = (executor.empty((layout.L, n), layout.dtype) for n in (layout.h, layout.d))
-        expert_up.weight_gradient.unchecked(
-            d_hidden, x, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.version
-        )
-
-    return _weight_case(layout, "expert_up", "L d, R h, E d h", launch, call)
+    launch = _weight_launch(layout, "d_w", ("x", layout.d), ("d_hidden", layout.h))
+    return _weight_case(layout, "expert_up", launch, expert_up.weight_gradient)
 
 
 def _d_w3(layout: Layout) -> Case:
-    launch = _weight_launch(layout, "d_w3", ("gated_y", layout.h), ("d_out", layout.d), "d_w3")
-
-    def call(executor):
-        gated_y, d_out = (executor.empty((layout.L, n), layout.dtype) for n in (layout.h, layout.d))
-        expert_down.weight_gradient.unchecked(
-            gated_y, d_out, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.version
-        )
-
-    return _weight_case(layout, "expert_down", "L d, R h, E h d", launch, call)
+    launch = _weight_launch(layout, "d_w3", ("gated_y", layout.h), ("d_out", layout.d))
+    return _weight_case(layout, "expert_down", launch, expert_down.weight_gradient)
 
 
-def _weight_case(layout, stage, passes, launch, call) -> Case:
-    return Case(stage, layout.version, f"{passes}: {layout}", layout.dtype, launch, call, multiprocessors=64)
+def _weight_case(layout, stage, launch, function) -> Case:
+    passes = f"L d, R h, E {'d h' if stage == 'expert_up' else 'h d'}: {layout}"
+    call = layout.call(function.unchecked, version=layout.version)
+    return Case(stage, layout.version, passes, layout.dtype, launch, call, multiprocessors=64)
 
 
-def _weight_launch(layout: Layout, kernel: str, left: tuple[str, int], right: tuple[str, int], output: str) -> Launch:
+def _weight_launch(layout: Layout, kernel: str, left: tuple[str, int], right: tuple[str, int]) -> Launch:
     """left^T right over the rows of the last expert: the last rows and columns of its matrix."""
     rows = slice(layout.L - layout.rows, layout.L)
     sides = {}
@@ -228,4 +195,4 @@ def _weight_launch(layout: Layout, kernel: str, left: tuple[str, int], right: tu
         given |= {name: last_tokens(array, columns) if gathered else [(np.s_[rows, columns], array)]}
     (left_columns, left_array), (right_columns, right_array) = sides[left[0]], sides[right[0]]
     product = exactly(left_array).T @ exactly(right_array)
-    return Launch(kernel, last_block, given, {output: of_last_expert(product, left_columns, right_columns)})
+    return Launch(kernel, last_block, given, {kernel: of_last_expert(product, left_columns, right_columns)})

@@ -40,13 +40,9 @@ def _softmax_top_k(version: str) -> Case:
     probs, _, gates = reference.forward(exactly(logits), k)
     expected = {"probs": [(LAST, probs)], "topk_experts": [(LAST, chosen)], "gates": [(LAST, gates)]}
     launch = Launch("softmax_top_k", last_block, {"logits": [(LAST, logits)]}, expected)
-    return _case(
-        version,
-        launch,
-        lambda executor: gating.forward.unchecked(
-            executor.empty((L, E), "float32"), k, executor=executor, version=version
-        ),
-    )
+    logits_of = lambda executor: executor.empty((L, E), "float32")
+    call = lambda executor: gating.forward.unchecked(logits_of(executor), k, executor=executor, version=version)
+    return _case(version, launch, call)
 
 
 def _shares(chosen: np.ndarray) -> np.ndarray:
@@ -86,11 +82,8 @@ def _router_z_terms(version: str) -> Case:
     logits = values(FEW, E)
     expected = {"terms": [(np.s_[-1:], FEW * reference.router_z_loss(exactly(logits)))]}
     launch = Launch("router_z_terms", last_block, {"logits": [(LAST, logits)]}, expected)
-    return _case(
-        version,
-        launch,
-        lambda executor: gating.router_z_loss.unchecked(executor.empty((L, E), "float32"), executor, version),
-    )
+    call = lambda executor: gating.router_z_loss.unchecked(executor.empty((L, E), "float32"), executor, version)
+    return _case(version, launch, call)
 
 
 def _expert_counts() -> Case:
@@ -109,4 +102,4 @@ def _expert_shares() -> Case:
 
 def _sums_case(launch: Launch, tokens: int, experts: int) -> Case:
     call = lambda executor: gating.expert_shares(executor.empty((tokens, 1), "int32"), experts, executor)
-    return _case("0_sums", launch, call, f"L E / 256: L={tokens}, E={experts}, k=1")
+    return _case("sums", launch, call, f"L E / 256: L={tokens}, E={experts}, k=1")

@@ -1,39 +1,35 @@
 """Positions of the last rows and columns of the experts' kernels, and the blocks that compute them."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
-from moeblaze_ref.runtime import ceil_div
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.contract import DTYPE
+from moeblaze_ref.runtime import Executor, ceil_div
 from moeblaze_ref.runtime.source import Size
+from moeblaze_ref.verify.large.cases import dispatch_of
 
+TENSORS = stage_contracts.tensors()
 HOPPER_ROWS = gemm.ROWS_BOX[1]
 MANY_BLOCKS = 2**25  # more than the tiles of a case: each of the blocks that stay has one tile
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a case. Each token has one expert; the last expert has the last rows, the one before it all others.
-
-    Parameters
-    ----------
-    version : str
-    L, E, d, h : int
-    rows : int
-        Of the last expert.
-    tile : MmaTile, optional
-        Of a version that has tiles; its default.
-    """
+    """Sizes of a case. Each token has one expert; the last expert has the last rows, the one before it all others."""
 
     version: str
     L: int
     E: int
     d: int
     h: int
-    rows: int
-    tile: tiles.MmaTile | None = None
+    rows: int  #: of the last expert
+    tile: tiles.MmaTile | None = None  #: of a version that has tiles; its default
 
     def __str__(self) -> str:
         return f"L={self.L}, E={self.E}, d={self.d}, h={self.h}"
@@ -49,6 +45,23 @@ class Layout:
         offsets = np.zeros(self.E + 1, np.int32)
         offsets[-2], offsets[-1] = self.L - self.rows, self.L
         return offsets
+
+    def call(self, function: Callable, **options: Any) -> Callable[[Executor], Any]:
+        """Return a call of a stage's function, all of whose tensors have this layout's shapes, but no values."""
+        sizes = {"L": self.L, "R": self.L, "k": 1, "E": self.E, "d": self.d, "h": self.h}
+        required = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+
+        def call(executor: Executor) -> Any:
+            def empty(name):
+                if name == "dispatch":
+                    return dispatch_of(executor, self.L, self.E, 1)
+                shape = tuple(sizes[axis] for axis in TENSORS[name].axes.split())
+                return executor.empty(shape, self.dtype if TENSORS[name].kind == DTYPE else "float32")
+
+            tensors = {name: empty(name) for name in required if name not in options}
+            return function(**tensors, **options, executor=executor)
+
+        return call
 
     def extent(self, results: int = 1) -> tuple[int, int]:
         """Rows and columns of a block's results."""

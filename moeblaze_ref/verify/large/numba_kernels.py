@@ -1,7 +1,7 @@
 """Large cases of the Numba kernels, on the simulator: it computes indices as Python does, but arrays hold 32 bits."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,8 @@ from moeblaze_ref.backends.numba_cuda import activation, block_sparse, combine, 
 from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, THREADS, _eager_thread_switching, blocks_for
 from moeblaze_ref.backends.numpy_ref import activation as reference
 from moeblaze_ref.backends.numpy_ref import gating as gating_reference
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.contract import INT32
 from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.runtime.sparse import Launch, Parts, Reservation
 from moeblaze_ref.verify.large.cases import ALL, exactly, values
@@ -21,38 +23,28 @@ LAST = np.s_[-1:]
 COLUMNS = slice(d - THREADS, d)  # of the last block, if each element of rows of d has a thread
 ROW = R - 3
 FEW = 2  # rows of the last expert
+SIZES = {"L": L, "d": d, "k": k, "E": E, "h": h, "R": R}
+ONE_EACH = SIZES | {"k": 1, "R": L}  # one expert a token
+TENSORS = stage_contracts.tensors()
+# Tensors that no contract has: their axes.
+INDICES = {"token_expert_indices": "R", "expert_token_offsets": "E+1"}
 
 
 @dataclass(frozen=True, eq=False)
 class NumbaCase:
-    """A Numba kernel at sizes of which some product passes 2**31; its last block runs.
+    """A Numba kernel at sizes of which some product passes 2**31; its last block runs."""
 
-    Parameters
-    ----------
-    stage, kernel, passes : str
-        As in `Case`.
-    function : Numba kernel
-    arguments : dict
-        By name: (shape, dtype) of an array, or a number.
-    given, expected : dict
-        As in `Launch`.
-    blocks : int
-        Of the grid.
-    threads, shared_bytes : int
-        Of a block.
-    dtype : str
-    """
-
-    stage: str
+    stage: str  #: this and the next two as in `Case`
     kernel: str
     passes: str
-    function: Any  # Numba's
-    arguments: dict[str, Any]
-    given: dict[str, Any]
-    expected: dict[str, Any]
-    blocks: int
-    threads: int = THREADS
-    shared_bytes: int = 0
+    function: Any  #: Numba's
+    given: dict[str, Any]  #: as in `Launch`
+    expected: dict[str, Any]  #: as in `Launch`
+    blocks: int  #: of the grid
+    sizes: dict[str, int] = field(default_factory=lambda: SIZES)
+    arguments: dict[str, Any] = field(default_factory=dict)  #: numbers, and (shape, dtype) that the sizes do not tell
+    threads: int = THREADS  #: of a block
+    shared_bytes: int = 0  #: of a block
     dtype: str = "float32"
     version = None
 
@@ -66,7 +58,9 @@ class NumbaCase:
         """
         from moeblaze_ref.backends.numba_cuda.sparse import OpenArray, run_blocks
 
-        memory = {name: Reservation(*shape) for name, shape in self.arguments.items() if isinstance(shape, tuple)}
+        names = inspect.signature(self.function.fn).parameters
+        arguments = {name: self._argument(name) for name in names}
+        memory = {name: Reservation(*shape) for name, shape in arguments.items() if isinstance(shape, tuple)}
         launch = Launch(self.kernel, lambda grid: [grid], self.given, self.expected)
 
         def opened(name, place):
@@ -75,12 +69,19 @@ class NumbaCase:
             return part
 
         launch.lay_out(opened)
-        names = inspect.signature(self.function.fn).parameters
-        passed = [OpenArray(name, memory[name]) if name in memory else self.arguments[name] for name in names]
+        passed = [OpenArray(name, memory[name]) if name in memory else value for name, value in arguments.items()]
         with _eager_thread_switching():
             run_blocks(self.function, self.blocks, self.threads, [self.blocks - 1], passed, self.shared_bytes)
         errors = launch.errors({name: reservation.array for name, reservation in memory.items()})
         return SimpleNamespace(worst=max(errors.values()))
+
+    def _argument(self, name: str) -> Any:
+        """A number, or the shape and dtype of an array."""
+        if name in self.arguments:
+            return self.arguments[name]
+        axes, kind = (INDICES[name], INT32) if name in INDICES else (TENSORS[name].axes, TENSORS[name].kind)
+        sizes = self.sizes | {"E+1": self.sizes["E"] + 1}
+        return tuple(sizes[axis] for axis in axes.split()), INT32 if kind == INT32 else "float32"
 
 
 def cases() -> list[NumbaCase]:
@@ -106,7 +107,6 @@ def integers(*shape: int) -> tuple[tuple[int, ...], str]:
 # ---- combine ----
 
 ROWS_PASS = f"R d, L d: L={L}, k={k}, d={d}"
-COMBINED = {"y": floats(R, d), "gates": floats(L, k), "token_index_map": integers(R)}
 
 
 def _rows(array: np.ndarray, columns: slice) -> list:
@@ -121,29 +121,21 @@ def _combine() -> NumbaCase:
     y, gates = values(k, THREADS), values(k)
     given = {"y": _rows(y, COLUMNS), "gates": [(LAST, gates)], "token_index_map": PLACES}
     expected = {"out": [(np.s_[-1:, COLUMNS], exactly(gates) @ exactly(y))]}
-    arguments = COMBINED | {"out": floats(L, d)}
-    return NumbaCase(
-        "combine", "combine", ROWS_PASS, combine.combine_kernel, arguments, given, expected, blocks_for(L * d)
-    )
+    return NumbaCase("combine", "combine", ROWS_PASS, combine.combine_kernel, given, expected, blocks_for(L * d))
 
 
 def _d_y() -> NumbaCase:
     d_out, gates = values(THREADS), values(k)
     given = {"d_out": [(np.s_[-1:, COLUMNS], d_out)], "gates": [(LAST, gates)], "token_index_map": PLACES}
     expected = {"d_y": [(np.s_[ROW + 1 : ROW + 2, COLUMNS], exactly(gates[1]) * exactly(d_out))]}
-    arguments = {name: COMBINED[name] for name in ("gates", "token_index_map")} | {
-        "d_out": floats(L, d),
-        "d_y": floats(R, d),
-    }
-    return NumbaCase("combine", "d_y", ROWS_PASS, combine.d_y_kernel, arguments, given, expected, blocks_for(R * d))
+    return NumbaCase("combine", "d_y", ROWS_PASS, combine.d_y_kernel, given, expected, blocks_for(R * d))
 
 
 def _d_gates() -> NumbaCase:
     d_out, y = values(d), values(k, d)
     given = {"d_out": [(LAST, d_out)], "y": _rows(y, ALL), "token_index_map": PLACES}
     expected = {"d_gates": [(LAST, exactly(y) @ exactly(d_out))]}
-    arguments = {"d_out": floats(L, d), "y": floats(R, d), "token_index_map": integers(R), "d_gates": floats(L, k)}
-    return NumbaCase("combine", "d_gates", ROWS_PASS, combine.d_gates_kernel, arguments, given, expected, blocks_for(R))
+    return NumbaCase("combine", "d_gates", ROWS_PASS, combine.d_gates_kernel, given, expected, blocks_for(R))
 
 
 # ---- the projections ----
@@ -154,11 +146,12 @@ EXPERTS_PASS = f"L d, R h, E d h: L=R={L}, E={E}, d={d}, h={h}"
 def _act() -> NumbaCase:
     a, place = values(THREADS), np.s_[-1:, COLUMNS]
     expected = {"act_a": [(place, reference.act(exactly(a)[None], "silu"))]}
-    arguments = {"a": floats(L, d), "act_a": floats(L, d)}
-    function = activation.act_kernel("silu")
-    return NumbaCase(
-        "layer", "act", f"R h: R={L}, h={d}", function, arguments, {"a": [(place, a)]}, expected, blocks_for(L * d)
-    )
+    given, passes, function = {"a": [(place, a)]}, f"R h: R={L}, h={d}", activation.act_kernel("silu")
+    return NumbaCase("layer", "act", passes, function, given, expected, blocks_for(L * d), ONE_EACH | {"h": d})
+
+
+def _experts(stage: str, kernel: str, function, given: dict, expected: dict, elements: int) -> NumbaCase:
+    return NumbaCase(stage, kernel, EXPERTS_PASS, function, given, expected, blocks_for(elements), ONE_EACH)
 
 
 def _offsets() -> list:
@@ -179,19 +172,17 @@ def _up() -> NumbaCase:
     given |= {"expert_token_offsets": _offsets()}
     outputs = {"a": a, "b": b, "y_swi": reference.forward(a, b, "swiglu")}
     expected = {name: [(np.s_[-FEW:, columns], array)] for name, array in outputs.items()}
-    arguments = {"x": floats(L, depth), "expert_token_indices": integers(L), "expert_token_offsets": integers(E + 1)}
-    arguments |= {name: floats(E, depth, wide) for name in ("w1", "w2")} | {name: floats(L, wide) for name in outputs}
     return NumbaCase(
         "expert_up",
         "expert_up",
         f"R h, E d h: R={L}, E={E}, d={depth}, h={wide}",
         expert_up.expert_up_kernel("swiglu"),
-        arguments,
         given,
         expected,
         E * column_tiles,
-        tile * tile,
-        4 * tile * tile * 3,
+        ONE_EACH | {"d": depth, "h": wide},
+        threads=tile * tile,
+        shared_bytes=4 * tile * tile * 3,
     )
 
 
@@ -202,31 +193,16 @@ def _d_x() -> NumbaCase:
     given = {"d_a": [(LAST, d_a)], "d_b": [(LAST, d_b)], "token_index_map": [(LAST, L - 1)]}
     given |= {"token_expert_indices": [(LAST, E - 1)]}
     given |= {name: [(np.s_[-1:, COLUMNS], w)] for name, w in (("w1", w1), ("w2", w2))}
-    arguments = {"d_a": floats(L, h), "d_b": floats(L, h), "w1": floats(E, d, h), "w2": floats(E, d, h)}
-    arguments |= {"token_expert_indices": integers(L), "token_index_map": integers(L), "d_x": floats(L, d)}
     expected = {"d_x": [(np.s_[-1:, COLUMNS], sums)]}
-    return NumbaCase(
-        "expert_up", "d_x", EXPERTS_PASS, expert_up.d_x_kernel(True), arguments, given, expected, blocks_for(L * d)
-    )
+    return _experts("expert_up", "d_x", expert_up.d_x_kernel(True), given, expected, L * d)
 
 
 def _down() -> NumbaCase:
     y_swi, w3 = values(h), values(h, THREADS, seed=1)
     given = {"y_swi": [(LAST, y_swi)], "w3": [(np.s_[-1:, :, COLUMNS], w3)]}
     given |= {"token_expert_indices": [(LAST, E - 1)], "token_index_map": [(LAST, L - 1)]}
-    arguments = {"y_swi": floats(L, h), "w3": floats(E, h, d), "y": floats(L, d)}
-    arguments |= {"token_expert_indices": integers(L), "token_index_map": integers(L)}
     expected = {"y": [(np.s_[-1:, COLUMNS], exactly(y_swi) @ exactly(w3))]}
-    return NumbaCase(
-        "expert_down",
-        "expert_down",
-        EXPERTS_PASS,
-        expert_down.expert_down_kernel,
-        arguments,
-        given,
-        expected,
-        blocks_for(L * d),
-    )
+    return _experts("expert_down", "expert_down", expert_down.expert_down_kernel, given, expected, L * d)
 
 
 def _weights(stage: str, kernel: str, function, left: str, right: str, rows: int, columns: int) -> NumbaCase:
@@ -240,10 +216,8 @@ def _weights(stage: str, kernel: str, function, left: str, right: str, rows: int
     }
     given |= {"expert_token_indices": [(np.s_[-FEW:], L - 1 - np.arange(FEW))], "expert_token_offsets": _offsets()}
     product = exactly(arrays[left][0]).T @ exactly(arrays[right][0])
-    arguments = {left: floats(L, rows), right: floats(L, columns), kernel: floats(E, rows, columns)}
-    arguments |= {"expert_token_indices": integers(L), "expert_token_offsets": integers(E + 1)}
     expected = {kernel: [(np.s_[-1:, -1:, place], product)]}
-    return NumbaCase(stage, kernel, EXPERTS_PASS, function, arguments, given, expected, blocks_for(E * rows * columns))
+    return _experts(stage, kernel, function, given, expected, E * rows * columns)
 
 
 def _d_w() -> NumbaCase:
@@ -264,23 +238,15 @@ def _d_hidden() -> NumbaCase:
     given = {"d_out": [(LAST, d_out)], "gates": [(LAST, gate)], "a": [(LAST, a)], "b": [(LAST, b)], "w3": [(LAST, w3)]}
     given |= {"token_expert_indices": [(LAST, experts - 1)], "token_index_map": [(LAST, L - 1)]}
     outputs = {"d_a": d_a, "d_b": d_b, "gated_y": gate * y, "d_gates": (d_y * y).sum()}
-    arguments = {
-        "d_out": floats(L, d),
-        "gates": floats(L, 1),
-        "w3": floats(experts, hidden, d),
-        "d_gates": floats(L, 1),
-    }
-    arguments |= {name: floats(L, hidden) for name in ("a", "b", "d_a", "d_b", "gated_y")}
-    arguments |= {"token_expert_indices": integers(L), "token_index_map": integers(L)}
     return NumbaCase(
         "expert_down",
         "d_hidden",
         f"L d, E d h: L={L}, E={experts}, d={d}, h={hidden}",
         expert_down.d_hidden_kernel("swiglu"),
-        arguments,
         given,
         {name: [(LAST, array)] for name, array in outputs.items()},
         L,
+        ONE_EACH | {"E": experts, "h": hidden},
         shared_bytes=4 * THREADS,
     )
 
@@ -290,23 +256,20 @@ def _d_hidden() -> NumbaCase:
 TOKENS_PASS = f"L E: L={L}, E={E}, k={k}"
 
 
-def _gating(kernel: str, function, arguments: dict, given: dict, expected: dict, shared_bytes: int = 0) -> NumbaCase:
+def _gating(kernel: str, function, given: dict, expected: dict, shared_bytes: int = 0, **arguments) -> NumbaCase:
     """The last block has one token."""
     given, expected = (
         {name: [(LAST if rows else ALL, array)] for name, (rows, array) in parts.items()} for parts in (given, expected)
     )
-    return NumbaCase(
-        "gating", kernel, TOKENS_PASS, function, arguments, given, expected, blocks_for(L), shared_bytes=shared_bytes
-    )
+    options: dict[str, Any] = {"arguments": arguments, "shared_bytes": shared_bytes}
+    return NumbaCase("gating", kernel, TOKENS_PASS, function, given, expected, blocks_for(L), **options)
 
 
 def _softmax_top_k() -> NumbaCase:
     logits = values(1, E)
     outputs = gating_reference.forward(exactly(logits), k)._asdict()
-    arguments = {"logits": floats(L, E), "renormalize": False, "probs": floats(L, E), "gates": floats(L, k)}
-    arguments |= {"topk_experts": integers(L, k)}
-    expected = {name: (True, array) for name, array in outputs.items()}
-    return _gating("softmax_top_k", gating.softmax_top_k_kernel, arguments, {"logits": (True, logits)}, expected)
+    given, expected = {"logits": (True, logits)}, {name: (True, array) for name, array in outputs.items()}
+    return _gating("softmax_top_k", gating.softmax_top_k_kernel, given, expected, renormalize=False)
 
 
 def _d_logits() -> NumbaCase:
@@ -315,74 +278,51 @@ def _d_logits() -> NumbaCase:
     chosen = gating_reference.top_k(logits, k)
     shares = (np.bincount(chosen.ravel(), minlength=E) / k).astype(np.float32)
     d_logits = gating_reference.backward(exactly(d_gates), exactly(logits), chosen, False, 1.0, 1.0)
-    arguments: dict[str, Any] = {
-        "d_gates": floats(L, k),
-        "logits": floats(L, E),
-        "topk_experts": integers(L, k),
-        "shares": floats(E),
-    }
-    arguments |= {"d_losses": floats(2), "scales": floats(2), "renormalize": False, "d_logits": floats(L, E)}
+    arguments: dict[str, Any] = {"shares": floats(E), "d_losses": floats(2), "scales": floats(2), "renormalize": False}
     given = {"d_gates": (True, d_gates), "logits": (True, logits), "topk_experts": (True, chosen)}
     given |= {"shares": (False, shares), "d_losses": (False, (1, 1)), "scales": (False, (E, 2))}
-    return _gating("d_logits", gating.d_logits_kernel, arguments, given, {"d_logits": (True, d_logits)})
+    return _gating("d_logits", gating.d_logits_kernel, given, {"d_logits": (True, d_logits)}, **arguments)
 
 
 def _load_balancing_terms() -> NumbaCase:
     probs, shares = np.abs(values(1, E)), np.abs(values(E))
-    arguments = {"probs": floats(L, E), "shares": floats(E), "terms": floats(blocks_for(L))}
+    arguments = {"shares": floats(E), "terms": floats(blocks_for(L))}
     given, function = {"probs": (True, probs), "shares": (False, shares)}, gating.load_balancing_terms_kernel
     expected = {"terms": (True, exactly(probs) @ exactly(shares))}
-    return _gating("load_balancing_terms", function, arguments, given, expected, gating.SHARED_BYTES)
+    return _gating("load_balancing_terms", function, given, expected, gating.SHARED_BYTES, **arguments)
 
 
 def _router_z_terms() -> NumbaCase:
     logits = values(1, E)
-    arguments = {"logits": floats(L, E), "terms": floats(blocks_for(L))}
+    terms = floats(blocks_for(L))
     expected = {"terms": (True, gating_reference.router_z_loss(exactly(logits)))}
     given, function = {"logits": (True, logits)}, gating.router_z_terms_kernel
-    return _gating("router_z_terms", function, arguments, given, expected, gating.SHARED_BYTES)
+    return _gating("router_z_terms", function, given, expected, gating.SHARED_BYTES, terms=terms)
 
 
 # ---- dispatch ----
 
 
+def _dispatch(kernel: str, passes: str, function, given: dict, expected: dict, blocks: int, **options) -> NumbaCase:
+    return NumbaCase("dispatch", kernel, passes, function, given, expected, blocks, dtype="int32", **options)
+
+
 def _dense_map() -> NumbaCase:
     chosen, dense_map = np.array([5, E - 1]), np.full(E, EMPTY)
     dense_map[chosen] = L - 1
-    arguments = {"topk_experts": integers(L, k), "dense_map": integers(L, E)}
     given, expected = {"topk_experts": [(LAST, chosen)]}, {"dense_map": [(LAST, dense_map)]}
-    return NumbaCase(
-        "dispatch",
-        "dense_map",
-        TOKENS_PASS,
-        dispatch.dense_map_kernel,
-        arguments,
-        given,
-        expected,
-        blocks_for(L),
-        dtype="int32",
-    )
+    return _dispatch("dense_map", TOKENS_PASS, dispatch.dense_map_kernel, given, expected, blocks_for(L))
 
 
 def _expert_lengths() -> NumbaCase:
     """A column of few tokens and many experts; the last token is another expert's."""
     tokens, experts = 2**12 + 1, 2**20
-    arguments = {"dense_map": integers(tokens, experts), "lengths": integers(experts)}
+    sizes = SIZES | {"L": tokens, "E": experts}
     given = {"dense_map": [(ALL, None), (np.s_[-1:, -1:], EMPTY)]}
     expected = {"lengths": [(LAST, tokens - 1)]}
     passes, function = f"L E: L={tokens}, E={experts}", dispatch.expert_lengths_kernel
-    return NumbaCase(
-        "dispatch",
-        "expert_lengths",
-        passes,
-        function,
-        arguments,
-        given,
-        expected,
-        experts,
-        shared_bytes=4 * THREADS,
-        dtype="int32",
-    )
+    options = {"sizes": sizes, "shared_bytes": 4 * THREADS}
+    return _dispatch("expert_lengths", passes, function, given, expected, experts, **options)
 
 
 def _write_indices() -> NumbaCase:
@@ -393,12 +333,8 @@ def _write_indices() -> NumbaCase:
     given: dict[str, Parts] = {"dense_map": [(entries, dense_map)], "location_map": [(entries, locations)]}
     given |= {"topk_experts": [(LAST, (E - 2, E - 1))]}
     expected = {"expert_token_indices": [(np.s_[ROW : ROW + 2], L - 1)], "token_index_map": PLACES}
-    arguments = {"dense_map": integers(L, E), "location_map": integers(L, E), "topk_experts": integers(L, k)}
-    arguments |= {name: integers(R) for name in expected}
     function = dispatch.write_indices_kernel
-    return NumbaCase(
-        "dispatch", "write_indices", TOKENS_PASS, function, arguments, given, expected, blocks_for(L * E), dtype="int32"
-    )
+    return _dispatch("write_indices", TOKENS_PASS, function, given, expected, blocks_for(L * E))
 
 
 # ---- block-sparse ----
@@ -408,28 +344,25 @@ LINE = np.s_[-1:, -1:]  # the last line of the last block: as many elements as a
 STORED = floats(BLOCKS, B, B)
 
 
-def _sparse(
-    kernel: str, passes: str, function, arguments: dict, given: dict, expected: dict, elements: int
-) -> NumbaCase:
-    return NumbaCase("block_sparse", kernel, passes, function, arguments, given, expected, blocks_for(elements))
+def _sparse(kernel: str, passes: str, function, given: dict, expected: dict, elements: int, **arguments) -> NumbaCase:
+    blocks = blocks_for(elements)
+    return NumbaCase("block_sparse", kernel, passes, function, given, expected, blocks, arguments=arguments)
 
 
 def _padded_gather() -> NumbaCase:
     x = values(THREADS)
     given = {"x": [(np.s_[-1:, COLUMNS], x)], "gates": [(LAST, (0, 0.5))], "slots": [(LAST, L * k - 1)]}
-    arguments = {"x": floats(L, d), "gates": floats(L, k), "slots": integers(L), "k": k, "rows": floats(L, d)}
+    arguments = {"slots": integers(L), "k": k, "rows": floats(L, d)}
     expected = {"rows": [(np.s_[-1:, COLUMNS], 0.5 * exactly(x))]}
-    return _sparse(
-        "padded_gather", ROWS_PASS, block_sparse.padded_gather_kernel(True), arguments, given, expected, L * d
-    )
+    function = block_sparse.padded_gather_kernel(True)
+    return _sparse("padded_gather", ROWS_PASS, function, given, expected, L * d, **arguments)
 
 
 def _sum_rows() -> NumbaCase:
     y = values(k, THREADS)
     given = {"y": _rows(y, COLUMNS), "rows": PLACES}
-    arguments = {"y": floats(R, d), "rows": integers(R), "out": floats(L, d)}
     expected = {"out": [(np.s_[-1:, COLUMNS], exactly(y).sum(axis=0))]}
-    return _sparse("sum_rows", ROWS_PASS, block_sparse.sum_rows_kernel, arguments, given, expected, L * d)
+    return _sparse("sum_rows", ROWS_PASS, block_sparse.sum_rows_kernel, given, expected, L * d, rows=integers(R))
 
 
 def _sdd() -> NumbaCase:
@@ -440,7 +373,8 @@ def _sdd() -> NumbaCase:
     arguments |= {name: integers(BLOCKS) for name in ("row_indices", "column_indices")}
     expected = {"values": [(LINE, exactly(lhs) @ exactly(rhs))]}
     passes = f"M K, E K h, values: M=N={SIDE * B}, K={K}, {BLOCKS} blocks of {B} x {B}"
-    return _sparse("sdd", passes, block_sparse.sdd_kernel(False), arguments, given, expected, BLOCKS * B * B)
+    function = block_sparse.sdd_kernel(False)
+    return _sparse("sdd", passes, function, given, expected, BLOCKS * B * B, **arguments)
 
 
 def _one_block(offsets: int) -> dict:
@@ -458,7 +392,8 @@ def _dsd() -> NumbaCase:
     arguments = SPARSE_INDICES | {"values": STORED, "rhs": floats(1, SIDE * B, d), "result": floats(SIDE * B, d)}
     expected = {"result": [(np.s_[-1:, COLUMNS], exactly(line) @ exactly(rhs))]}
     passes = f"M K, N K, values: M=N={SIDE * B}, K={d}, {BLOCKS} blocks of {B} x {B}"
-    return _sparse("dsd", passes, block_sparse.dsd_kernel(False, False), arguments, given, expected, SIDE * B * d)
+    function = block_sparse.dsd_kernel(False, False)
+    return _sparse("dsd", passes, function, given, expected, SIDE * B * d, **arguments)
 
 
 def _dds() -> NumbaCase:
@@ -468,7 +403,7 @@ def _dds() -> NumbaCase:
     arguments = SPARSE_INDICES | {"values": STORED, "lhs": floats(1, SIDE * B, d), "result": floats(E, d, width)}
     expected = {"result": [(np.s_[-1:, -1:, -THREADS:], exactly(lhs) @ exactly(block))]}
     passes = f"M K, K N, values: M=N={SIDE * B}, K={d}, {BLOCKS} blocks of {B} x {B}"
-    return _sparse("dds", passes, block_sparse.dds_kernel(True), arguments, given, expected, E * d * width)
+    return _sparse("dds", passes, block_sparse.dds_kernel(True), given, expected, E * d * width, **arguments)
 
 
 VALUES_PASS = f"values: {BLOCKS} blocks of {B} x {B}"
@@ -479,7 +414,7 @@ def _activate() -> NumbaCase:
     expected = {"y_swi": [(LINE, reference.forward(exactly(a)[None], exactly(b)[None], "swiglu"))]}
     arguments = {name: STORED for name in ("a", "b", "y_swi")}
     given, function = {"a": [(LINE, a)], "b": [(LINE, b)]}, block_sparse.activate_kernel("swiglu")
-    return _sparse("activate", VALUES_PASS, function, arguments, given, expected, BLOCKS * B * B)
+    return _sparse("activate", VALUES_PASS, function, given, expected, BLOCKS * B * B, **arguments)
 
 
 def _activate_backward() -> NumbaCase:
@@ -489,4 +424,4 @@ def _activate_backward() -> NumbaCase:
     arguments = {name: STORED for name in ("d_y", "a", "b", "d_a", "d_b")}
     given = {name: [(LINE, array)] for name, array in inputs.items()}
     expected, function = {"d_a": [(LINE, d_a)], "d_b": [(LINE, d_b)]}, block_sparse.activate_backward_kernel("swiglu")
-    return _sparse("activate_backward", VALUES_PASS, function, arguments, given, expected, BLOCKS * B * B)
+    return _sparse("activate_backward", VALUES_PASS, function, given, expected, BLOCKS * B * B, **arguments)

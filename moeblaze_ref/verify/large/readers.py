@@ -1,7 +1,8 @@
 """A reader's combine past 2**31 elements, for the checker: the first and the last block of its launch.
 
-Which elements these blocks have to write is the kernel's own affair. So they run at a smaller size first. What they
-write of the last token there, they must write at the large size.
+Which elements these blocks have to write is the kernel's own affair. So they run at two smaller sizes first. What they
+write of the first and of the last token there, they must write at the large size. If they write other elements at the
+second size than at the first, the number of blocks decides what a block writes, and nothing follows for the large size.
 """
 
 import math
@@ -24,7 +25,7 @@ L, k, d = 2**21 + 1, 2, 1024  # L d > 2**31
 SHAPE = f"L={L}, d={d}, k={k}: L d and R d past 2**31, the first and the last block alone"
 TASK = "combine"
 MOST_TOKENS = 64  # of a block, on average: with more it would take long
-MEMORY = (2, 2, d)  # at the smaller size and at the large one, the output of the first and of the last token
+MEMORY = (3, 2, d)  # at two smaller sizes and at the large one, the output of the first and of the last token
 
 
 def refusal(terms: Terms) -> str:
@@ -35,7 +36,7 @@ def refusal(terms: Terms) -> str:
 
 
 def launch(trial: Trial, memory: np.ndarray) -> Answer:
-    """Launch the first and the last block of a combine, at the smaller and at the large size.
+    """Launch the first and the last block of a combine, at two smaller sizes and at the large one.
 
     Each token has a row of both experts. y and the gates are zeros but for the first and the last token's.
 
@@ -43,7 +44,7 @@ def launch(trial: Trial, memory: np.ndarray) -> Answer:
     ----------
     trial : Trial
         Of terms that `refusal` does not refuse.
-    memory : ndarray (2, 2, d), float32, float16 or bfloat16
+    memory : ndarray (3, 2, d), float32, float16 or bfloat16
         Gets the outputs. It stays as it is if the launch has few blocks.
 
     Returns
@@ -55,7 +56,7 @@ def launch(trial: Trial, memory: np.ndarray) -> Answer:
     if _has_few_blocks(trial):
         return answer
     try:
-        for tokens, out in zip((_fewer_tokens(trial), L), memory, strict=True):
+        for tokens, out in zip((*_fewer_tokens(trial), L), memory, strict=True):
             out[:] = _run(trial, tokens)
     except KernelFault as fault:
         return Answer(str(fault), {}, {}, ())
@@ -66,7 +67,8 @@ def problem(trial: Trial, memory: np.ndarray) -> str:
     """Return what is wrong in the outputs that `launch` gave; empty if nothing is."""
     rows, gates = _values(trial.dtype)
     expected = [exactly(gates[i]) @ exactly(rows[i]) for i in range(2)]
-    return next(filter(None, map(_wrong, (0, L - 1), *memory, expected)), "")
+    must_write = ~never_written(memory[0]) if _writes_the_same(memory) else np.zeros((2, d), bool)
+    return next(filter(None, map(_wrong, (0, L - 1), must_write, memory[-1], expected)), "")
 
 
 def unchecked(trial: Trial, memory: np.ndarray) -> str:
@@ -74,10 +76,17 @@ def unchecked(trial: Trial, memory: np.ndarray) -> str:
     if _has_few_blocks(trial):
         grid, *_ = _launch(trial, L)
         return f"a block of its launch sums more than {MOST_TOKENS} tokens (blocks: {math.prod(grid):,}; tokens: {L:,})"
-    smaller, _ = memory
-    if never_written(smaller[-1]).all():
-        return f"its first and last block write nothing of the last token (seen with L={_fewer_tokens(trial)}, d={d})"
+    fewer, more = _fewer_tokens(trial)
+    if not _writes_the_same(memory):
+        return f"which elements its first and last block write depends on L (seen with L={fewer} and L={more}, d={d})"
+    if never_written(memory[0, -1]).all():
+        return f"its first and last block write nothing of the last token (seen with L={fewer}, d={d})"
     return ""
+
+
+def _writes_the_same(memory: np.ndarray) -> bool:
+    """Whether the two blocks write the same elements at both smaller sizes."""
+    return bool((never_written(memory[0]) == never_written(memory[1])).all())
 
 
 def _sizes(tokens: int) -> dict[str, int]:
@@ -101,11 +110,11 @@ def _has_few_blocks(trial: Trial) -> bool:
     return math.prod(grid) * MOST_TOKENS < L
 
 
-def _fewer_tokens(trial: Trial) -> int:
-    """Tokens of which the last block has as many, and as many elements, as of L."""
+def _fewer_tokens(trial: Trial) -> tuple[int, int]:
+    """Two numbers of tokens of which the last block has as many, and as many elements, as of L."""
     _, block, _ = _launch(trial, L)
     step = math.lcm(math.prod(block), MOST_TOKENS)
-    return L % step + step
+    return L % step + step, L % step + 2 * step
 
 
 def _run(trial: Trial, tokens: int) -> np.ndarray:
@@ -167,10 +176,10 @@ def _given(dtype: str, num_tokens: int) -> dict[str, list]:
     }
 
 
-def _wrong(token: int, smaller: np.ndarray, out: np.ndarray, expected: np.ndarray) -> str:
-    """Return what is wrong in a token's elements that the two blocks must write, or an empty text."""
+def _wrong(token: int, must_write: np.ndarray, out: np.ndarray, expected: np.ndarray) -> str:
+    """Return what is wrong in a token's elements, which two blocks have or must have written, or an empty text."""
     written = ~never_written(out)
-    missing = ~never_written(smaller) & ~written
+    missing = must_write & ~written
     if missing.any():
         return f"out[{token}, {np.argmax(missing)}] is never written, as it is with fewer tokens"
     if not written.any() or error(out[written], expected[written]) <= BOUNDS[str(out.dtype)]:

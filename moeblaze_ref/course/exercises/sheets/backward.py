@@ -3,7 +3,7 @@
 from moeblaze_ref.backends.numba_cuda import combine, expert_up
 from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.course.exercises.exercise import Asked, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.kernels import cuda_kernel, numba_kernel
 
 UP, DOWN = "expert_up/1_naive.cu", "expert_down/1_naive.cu"
@@ -14,134 +14,98 @@ def _weight_gradient(layer):
     return {"flops": cost.flops, "written": layer.E * layer.d * layer.h * layer.itemsize}
 
 
-SHEET = Sheet(
-    "04_backward_by_hand",
-    "The backward by hand",
-    (
-        Prediction(
-            name="weight-gradient",
-            title="The gradient of w1",
-            question=(
-                "`d_w1` is, for each expert, the product of its rows of `x`, transposed, and its rows of `d_a` `(R, "
-                "h)`. How many FLOPs are that over all experts, and how many bytes has the result, in the layer's "
-                "dtype?"
-            ),
-            given={"layer": preset("qwen3").config},
-            asked={
-                "flops": Asked("FLOPs", "2 * layer.R * layer.d * layer.h"),
-                "written": Asked("bytes", "layer.E * layer.d * layer.h * layer.itemsize"),
-            },
-            truth=_weight_gradient,
-            computed_by="moeblaze_ref.bench.roofline.cost_of",
-            hint="Each routed row adds one product to every element of its expert's `(d, h)` matrix.",
-            why=(
-                "The FLOPs grow with the rows, the bytes with the experts. With few tokens for each expert the "
-                "gradient costs more to write than to compute."
-            ),
+EXERCISES: tuple[Exercise, ...] = (
+    Prediction(
+        name="weight-gradient",
+        title="The gradient of w1",
+        question="""`d_w1` is, for each expert, the product of its rows of `x`, transposed, and its rows of `d_a` `(R,
+            h)`. How many FLOPs are that over all experts, and how many bytes has the result, in the layer's dtype?""",
+        given={"layer": preset("qwen3").config},
+        asked={
+            "flops": Asked("FLOPs", "2 * layer.R * layer.d * layer.h"),
+            "written": Asked("bytes", "layer.E * layer.d * layer.h * layer.itemsize"),
+        },
+        truth=_weight_gradient,
+        computed_by="moeblaze_ref.bench.roofline.cost_of",
+        hint="Each routed row adds one product to every element of its expert's `(d, h)` matrix.",
+        why="""The FLOPs grow with the rows, the bytes with the experts. With few tokens for each expert the gradient
+            costs more to write than to compute.""",
+    ),
+    KernelExercise(
+        name="gate-gradient",
+        title="The textbook gradient of a gate",
+        kind="numba",
+        question="""`out = sum of gates[token, j] * y[row]`, so the gradient of a gate is the scalar product of
+            `d_out[token]` and its row of `y`. A thread has one slot. Compute it.""",
+        task="combine.d_gates",
+        kernel=numba_kernel(combine.d_gates_kernel),
+        change=(
+            "        token, position = slot // k, token_index_map[slot]\n"
+            "        total = ZERO\n"
+            "        for column in range(y.shape[1]):\n"
+            "            total += d_out[token, column] * y[position, column]\n"
+            "        d_gates[token, slot % k] = total\n",
+            "        pass  # Your part: <d_out, y> of the slot, into d_gates[token, slot % k].\n",
         ),
-        KernelExercise(
-            name="gate-gradient",
-            title="The textbook gradient of a gate",
-            kind="numba",
-            question=(
-                "`out = sum of gates[token, j] * y[row]`, so the gradient of a gate is the scalar product of "
-                "`d_out[token]` and its row of `y`. A thread has one slot. Compute it."
-            ),
-            task="combine.d_gates",
-            kernel=numba_kernel(combine.d_gates_kernel),
-            changes=(
-                (
-                    "        token, position = slot // k, token_index_map[slot]\n"
-                    "        total = ZERO\n"
-                    "        for column in range(y.shape[1]):\n"
-                    "            total += d_out[token, column] * y[position, column]\n"
-                    "        d_gates[token, slot % k] = total\n",
-                    "        pass  # Your part: <d_out, y> of the slot, into d_gates[token, slot % k].\n",
-                ),
-            ),
-            budgets=("read of y <= 4 R d", "read of d_out <= 4 R d", "written <= 4 R"),
-            hint="Token and row of a slot: `slot // k` and `token_index_map[slot]`. Begin the sum at `ZERO`.",
-            why=(
-                "It needs `y`, an `(R, d)` tensor, kept until the backward. The layer gets the same number from what "
-                "it has anyway: the exercises of notebook 05."
-            ),
+        budgets=("read of y <= 4 R d", "read of d_out <= 4 R d", "written <= 4 R"),
+        hint="Token and row of a slot: `slot // k` and `token_index_map[slot]`. Begin the sum at `ZERO`.",
+        why="""It needs `y`, an `(R, d)` tensor, kept until the backward. The layer gets the same number from what it
+            has anyway: the exercises of notebook 05.""",
+    ),
+    KernelExercise(
+        name="expert-sums",
+        title="A weight's gradient, expert by expert",
+        kind="numba",
+        question="""A thread has one element of `d_w` `(E, d, h)`. Sum `x * d_hidden` over the rows of its expert, which
+            are neighbours in expert order: from `expert_token_offsets[expert]` to the next offset. `d_hidden` is in
+            expert order, `x` is not.""",
+        task="expert_up.d_w",
+        kernel=numba_kernel(expert_up.d_w_kernel),
+        change=(
+            "        for position in range(expert_token_offsets[expert], expert_token_offsets[expert + 1]):\n"
+            "            total += x[expert_token_indices[position], row] * d_hidden[position, column]\n",
+            "        # Your part: the sum over the expert's positions; x is gathered.\n",
         ),
-        KernelExercise(
-            name="expert-sums",
-            title="A weight's gradient, expert by expert",
-            kind="numba",
-            question=(
-                "A thread has one element of `d_w` `(E, d, h)`. Sum `x * d_hidden` over the rows of its expert, which "
-                "are neighbours in expert order: from `expert_token_offsets[expert]` to the next offset. `d_hidden` is "
-                "in expert order, `x` is not."
-            ),
-            task="expert_up.d_w",
-            kernel=numba_kernel(expert_up.d_w_kernel),
-            changes=(
-                (
-                    "        for position in range(expert_token_offsets[expert], expert_token_offsets[expert + 1]):\n"
-                    "            total += x[expert_token_indices[position], row] * d_hidden[position, column]\n",
-                    "        # Your part: the sum over the expert's positions; x is gathered.\n",
-                ),
-            ),
-            budgets=("read of x <= 4 R d h", "read of d_hidden <= 4 R d h", "written <= 4 E d h"),
-            hint=(
-                "The token of a position is `expert_token_indices[position]`. An expert without rows has an empty "
-                "range, and gets zeros."
-            ),
-            why=(
-                "An expert without rows still has a gradient, all zeros: who skips its writes leaves what was there "
-                "before."
-            ),
+        budgets=("read of x <= 4 R d h", "read of d_hidden <= 4 R d h", "written <= 4 E d h"),
+        hint="""The token of a position is `expert_token_indices[position]`. An expert without rows has an empty range,
+            and gets zeros.""",
+        why="""An expert without rows still has a gradient, all zeros: who skips its writes leaves what was there
+            before.""",
+    ),
+    KernelExercise(
+        name="sum-on-the-fly",
+        title="The gradient of x without routed rows",
+        kind="cuda",
+        question="""A thread has one element of `d_x` `(L, d)`. Each of the token's `k` slots adds `<d_a, w1> + <d_b,
+            w2>`: the slot's row of `d_a` and `d_b` (`row` is where it begins), and the element's row of the expert's
+            `w1` and `w2` (`weight` is where it begins; both are walked along `h`). Write the inner loop.""",
+        task="expert_up.d_x",
+        kernel=cuda_kernel(UP, "d_x"),
+        change=(
+            "        for (int p = 0; p < h; ++p) {\n"
+            "            sum += to_float(d_a[row + p]) * to_float(w1[weight + p]);\n"
+            "            if (GATED) sum += to_float(d_b[row + p]) * to_float(w2[weight + p]);\n"
+            "        }\n",
+            "        // Your part: add both scalar products over h to the sum.\n",
         ),
-        KernelExercise(
-            name="sum-on-the-fly",
-            title="The gradient of x without routed rows",
-            kind="cuda",
-            question=(
-                "A thread has one element of `d_x` `(L, d)`. Each of the token's `k` slots adds `<d_a, w1> + <d_b, "
-                "w2>`: the slot's row of `d_a` and `d_b` (`row` is where it begins), and the element's row of the "
-                "expert's `w1` and `w2` (`weight` is where it begins; both are walked along `h`). Write the inner "
-                "loop."
-            ),
-            task="expert_up.d_x",
-            kernel=cuda_kernel(UP, "d_x"),
-            changes=(
-                (
-                    "        for (int p = 0; p < h; ++p) {\n"
-                    "            sum += to_float(d_a[row + p]) * to_float(w1[weight + p]);\n"
-                    "            if (GATED) sum += to_float(d_b[row + p]) * to_float(w2[weight + p]);\n"
-                    "        }\n",
-                    "        // Your part: add both scalar products over h to the sum.\n",
-                ),
-            ),
-            budgets=("written <= 4 L d", "read of d_a <= 4 R d h", "read of w1 <= 4 R d h"),
-            hint=(
-                "`d_a[row + p] * w1[weight + p]` for `p` from 0 to `h - 1`, and the same of `d_b` and `w2`. `to_float` "
-                "changes nothing in float32."
-            ),
-            why=(
-                "The `(R, d)` gradients of the routed rows never exist: a token's slots are summed in a register, in "
-                "their order."
-            ),
-        ),
-        KernelExercise(
-            name="whose-gate",
-            title="A gate in the wrong order",
-            kind="bug",
-            question=(
-                "`gate_of_row[row]` is the gate of a row in expert order. The kernel uses it to scale the gradients of "
-                "`a` and `b`; one index is wrong. All shapes fit, and nothing is out of bounds."
-            ),
-            task="expert_down.d_hidden",
-            kernel=cuda_kernel(DOWN, "d_hidden"),
-            changes=(("gate_of_row[at.row]", "gate_of_row[expert_token_indices[at.row]]"),),
-            budgets=("read of w3 <= 4 R d h", "written <= 16 R h"),
-            hint="`expert_token_indices[row]` is a token. Is `gate_of_row` indexed by tokens?",
-            why=(
-                "Where all tokens go to one expert, row and token are the same number, and nothing differs. One "
-                "routing proves nothing."
-            ),
-        ),
+        budgets=("written <= 4 L d", "read of d_a <= 4 R d h", "read of w1 <= 4 R d h"),
+        hint="""`d_a[row + p] * w1[weight + p]` for `p` from 0 to `h - 1`, and the same of `d_b` and `w2`. `to_float`
+            changes nothing in float32.""",
+        why="""The `(R, d)` gradients of the routed rows never exist: a token's slots are summed in a register, in their
+            order.""",
+    ),
+    KernelExercise(
+        name="whose-gate",
+        title="A gate in the wrong order",
+        kind="bug",
+        question="""`gate_of_row[row]` is the gate of a row in expert order. The kernel uses it to scale the gradients
+            of `a` and `b`; one index is wrong. All shapes fit, and nothing is out of bounds.""",
+        task="expert_down.d_hidden",
+        kernel=cuda_kernel(DOWN, "d_hidden"),
+        change=("gate_of_row[at.row]", "gate_of_row[expert_token_indices[at.row]]"),
+        budgets=("read of w3 <= 4 R d h", "written <= 16 R h"),
+        hint="`expert_token_indices[row]` is a token. Is `gate_of_row` indexed by tokens?",
+        why="""Where all tokens go to one expert, row and token are the same number, and nothing differs. One routing
+            proves nothing.""",
     ),
 )

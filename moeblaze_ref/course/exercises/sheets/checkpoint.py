@@ -2,7 +2,7 @@
 
 from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.course.exercises.exercise import Asked, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.kernels import Kernel, cuda_grid
 from moeblaze_ref.memory.accounting import account, largest_tokens
 
@@ -49,102 +49,79 @@ def _largest(layer, capacity):
     return {"times": tokens["inputs"] / tokens["paper"]}
 
 
-SHEET = Sheet(
-    "05_smart_checkpoint",
-    "Smart checkpoints",
-    (
-        Prediction(
-            name="freed-bytes",
-            title="What a policy frees",
-            question=(
-                "Between its products, policy `paper` keeps `a`, `b` and `y_swi`, `minimal` keeps `a` and `b`, and "
-                "`inputs` keeps nothing. How many bytes does `minimal` free in comparison with `paper`, and how many "
-                "does `inputs` free in comparison with `minimal`?"
-            ),
-            given={"layer": preset("conf3").config},
-            asked={
-                "minimal": Asked("bytes", "layer.R * layer.h * layer.itemsize"),
-                "inputs": Asked("bytes", "2 * layer.R * layer.h * layer.itemsize"),
-            },
-            truth=_freed,
-            computed_by="moeblaze_ref.memory.accounting.account",
-            hint="Each of the three is `(R, h)`.",
-            why="The first step costs one multiplication for each element, the second costs two matrix products.",
+EXERCISES: tuple[Exercise, ...] = (
+    Prediction(
+        name="freed-bytes",
+        title="What a policy frees",
+        question="""Between its products, policy `paper` keeps `a`, `b` and `y_swi`, `minimal` keeps `a` and `b`, and
+            `inputs` keeps nothing. How many bytes does `minimal` free in comparison with `paper`, and how many does
+            `inputs` free in comparison with `minimal`?""",
+        given={"layer": preset("conf3").config},
+        asked={
+            "minimal": Asked("bytes", "layer.R * layer.h * layer.itemsize"),
+            "inputs": Asked("bytes", "2 * layer.R * layer.h * layer.itemsize"),
+        },
+        truth=_freed,
+        computed_by="moeblaze_ref.memory.accounting.account",
+        hint="Each of the three is `(R, h)`.",
+        why="The first step costs one multiplication for each element, the second costs two matrix products.",
+    ),
+    Prediction(
+        name="price-of-a-byte",
+        title="FLOPs for a byte",
+        question="""Under `inputs` the backward computes `a` and `b` again. How many FLOPs are that, and how many come
+            to each byte that `inputs` frees in comparison with `minimal`?""",
+        given={"layer": preset("conf3").config},
+        asked={
+            "repeated": Asked("FLOPs", "4 * layer.R * layer.d * layer.h"),
+            "flops_per_byte": Asked("FLOPs for each byte", "2 * layer.d / layer.itemsize"),
+        },
+        truth=_price,
+        computed_by="moeblaze_ref.bench.roofline.cost_of",
+        hint="Two products of `2 * R * d * h` FLOPs, for two tensors of `R * h` elements: what cancels?",
+        why="Rows and expert width cancel: the price of a byte grows with `d` alone.",
+    ),
+    Prediction(
+        name="longer-steps",
+        title="How many more tokens?",
+        question="""The activations of one layer's forward are to fit into `capacity` bytes. How many times as many
+            tokens does `inputs` allow as `paper`? Both need `y_swi` `(R, h)`, `y` `(R, d)`, `x` and `out` `(L, d)`, and
+            `paper` keeps `a` and `b`. Under `inputs` `y_swi` is freed once `y` is there, and `out` comes after that.
+            One percent is near enough.""",
+        given={"layer": preset("conf4").config, "capacity": 80 * 10**9},
+        steps=(
+            "paper = layer.k * (3 * layer.h + layer.d) + 2 * layer.d  # elements of a token",
+            "inputs = layer.k * (layer.h + layer.d) + layer.d",
         ),
-        Prediction(
-            name="price-of-a-byte",
-            title="FLOPs for a byte",
-            question=(
-                "Under `inputs` the backward computes `a` and `b` again. How many FLOPs are that, and how many come to "
-                "each byte that `inputs` frees in comparison with `minimal`?"
-            ),
-            given={"layer": preset("conf3").config},
-            asked={
-                "repeated": Asked("FLOPs", "4 * layer.R * layer.d * layer.h"),
-                "flops_per_byte": Asked("FLOPs for each byte", "2 * layer.d / layer.itemsize"),
-            },
-            truth=_price,
-            computed_by="moeblaze_ref.bench.roofline.cost_of",
-            hint="Two products of `2 * R * d * h` FLOPs, for two tensors of `R * h` elements: what cancels?",
-            why="Rows and expert width cancel: the price of a byte grows with `d` alone.",
+        asked={"times": Asked("a ratio", "paper / inputs")},
+        truth=_largest,
+        computed_by="moeblaze_ref.memory.accounting.largest_tokens",
+        hint="""For one token, an `(R, h)` tensor has `k * h` elements, `y` has `k * d`, `x` and `out` have `d`. Add up,
+            for each policy, what is alive at the worst moment: with `out` under `paper`, before `out` under
+            `inputs`.""",
+        why="""Nothing is kept between the products under `inputs`, and still the ratio is far from what the kept bytes
+            promise: the forward itself needs room for `y_swi` and `y`.""",
+    ),
+    KernelExercise(
+        name="rebuild-y",
+        title="Rebuild what was not kept",
+        kind="cuda",
+        question="""Policy `minimal` keeps `a` and `b`, not `y_swi = act(a) * b`. The backward has them in registers, so
+            it rebuilds `y_swi` on the way. From `d_y` (the element of `d_out w3^T`), `gate`, `a_value`, `b_value`,
+            `act_a` and `slope` write the four results: `d_a` and `d_b`, the gradients of `a` and `b`; `gated_y`, the
+            gate times `y_swi`; and `gate_terms`, the element's share of its gate's gradient, `d_y * y_swi`.""",
+        task="expert_down.d_hidden",
+        kernel=Kernel("d_hidden", D_HIDDEN, cuda_grid("expert_down/1_naive.cu", "d_hidden")),
+        change=(
+            "    d_a[index] = gate * d_y * b_value * slope;\n"
+            "    d_b[index] = gate * d_y * act_a;\n"
+            "    gated_y[index] = gate * act_a * b_value;\n"
+            "    gate_terms[index] = d_y * act_a * b_value;\n",
+            "    // Your part: d_a, d_b, gated_y and gate_terms at this index.\n",
         ),
-        Prediction(
-            name="longer-steps",
-            title="How many more tokens?",
-            question=(
-                "The activations of one layer's forward are to fit into `capacity` bytes. How many times as many "
-                "tokens does `inputs` allow as `paper`? Both need `y_swi` `(R, h)`, `y` `(R, d)`, `x` and `out` `(L, "
-                "d)`, and `paper` keeps `a` and `b`. Under `inputs` `y_swi` is freed once `y` is there, and `out` "
-                "comes after that. One percent is near enough."
-            ),
-            given={"layer": preset("conf4").config, "capacity": 80 * 10**9},
-            steps=(
-                "paper = layer.k * (3 * layer.h + layer.d) + 2 * layer.d  # elements of a token",
-                "inputs = layer.k * (layer.h + layer.d) + layer.d",
-            ),
-            asked={"times": Asked("a ratio", "paper / inputs")},
-            truth=_largest,
-            computed_by="moeblaze_ref.memory.accounting.largest_tokens",
-            hint=(
-                "For one token, an `(R, h)` tensor has `k * h` elements, `y` has `k * d`, `x` and `out` have `d`. Add "
-                "up, for each policy, what is alive at the worst moment: with `out` under `paper`, before `out` under "
-                "`inputs`."
-            ),
-            why=(
-                "Nothing is kept between the products under `inputs`, and still the ratio is far from what the kept "
-                "bytes promise: the forward itself needs room for `y_swi` and `y`."
-            ),
-        ),
-        KernelExercise(
-            name="rebuild-y",
-            title="Rebuild what was not kept",
-            kind="cuda",
-            question=(
-                "Policy `minimal` keeps `a` and `b`, not `y_swi = act(a) * b`. The backward has them in registers, so "
-                "it rebuilds `y_swi` on the way. From `d_y` (the element of `d_out w3^T`), `gate`, `a_value`, "
-                "`b_value`, `act_a` and `slope` write the four results: `d_a` and `d_b`, the gradients of `a` and `b`; "
-                "`gated_y`, the gate times `y_swi`; and `gate_terms`, the element's share of its gate's gradient, `d_y "
-                "* y_swi`."
-            ),
-            task="expert_down.d_hidden",
-            kernel=Kernel("d_hidden", D_HIDDEN, cuda_grid("expert_down/1_naive.cu", "d_hidden")),
-            changes=(
-                (
-                    "    d_a[index] = gate * d_y * b_value * slope;\n"
-                    "    d_b[index] = gate * d_y * act_a;\n"
-                    "    gated_y[index] = gate * act_a * b_value;\n"
-                    "    gate_terms[index] = d_y * act_a * b_value;\n",
-                    "    // Your part: d_a, d_b, gated_y and gate_terms at this index.\n",
-                ),
-            ),
-            budgets=("read of a <= 4 R h", "read of b <= 4 R h", "written <= 16 R h"),
-            hint=(
-                "Behind the gate the gradient of `y_swi` is `gate * d_y`. Then the product rule: `y_swi = act(a) * b`."
-            ),
-            why=(
-                "The gate's gradient needs neither `y` nor `y_swi` from memory: `<d_out, y> = <d_out w3^T, y_swi>`, "
-                "and the right side lies in registers."
-            ),
-        ),
+        budgets=("read of a <= 4 R h", "read of b <= 4 R h", "written <= 16 R h"),
+        hint="Behind the gate the gradient of `y_swi` is `gate * d_y`. Then the product rule: `y_swi = act(a) * b`.",
+        why="""The gate's gradient needs neither `y` nor `y_swi` from memory: `<d_out, y> = <d_out w3^T, y_swi>`, and
+            the right side lies in registers.""",
     ),
 )

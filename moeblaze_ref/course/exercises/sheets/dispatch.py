@@ -2,7 +2,7 @@
 
 from moeblaze_ref.backends.numba_cuda import dispatch
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.course.exercises.exercise import Asked, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.kernels import Kernel, cuda_grid, cuda_kernel, numba_kernel
 from moeblaze_ref.memory.accounting import account
 
@@ -50,172 +50,127 @@ def _index_bytes(layer):
     return {"dense_map": found["dense_map"], "indices": sum(found[name] for name in INDICES)}
 
 
-SHEET = Sheet(
-    "02_dispatch_without_sorting",
-    "Dispatch without sorting",
-    (
-        Prediction(
-            name="index-bytes",
-            title="What replaces the routed copy",
-            question=(
-                "The four index structures are `expert_token_indices` `(R,)`, `expert_token_offsets` `(E + 1,)`, "
-                "`token_expert_indices` `(R,)` and `token_index_map` `(R,)`, all int32. How many bytes are they "
-                "together? And how many has the dense map `(L, E)`, int32, that builds them and is freed again?"
-            ),
-            given={"layer": preset("qwen3").config},
-            asked={
-                "indices": Asked("bytes", "4 * (3 * layer.R + layer.E + 1)"),
-                "dense_map": Asked("bytes", "4 * layer.L * layer.E"),
-            },
-            truth=_index_bytes,
-            computed_by="moeblaze_ref.memory.accounting.account",
-            hint="An int32 has 4 bytes. Count the elements of all four; do not forget the offset at the end.",
-            why=(
-                "Twelve bytes for each routed row, in place of `2 * d`. The map is larger than the structures as soon "
-                "as `E` exceeds `3 * k`."
-            ),
+EXERCISES: tuple[Exercise, ...] = (
+    Prediction(
+        name="index-bytes",
+        title="What replaces the routed copy",
+        question="""The four index structures are `expert_token_indices` `(R,)`, `expert_token_offsets` `(E + 1,)`,
+            `token_expert_indices` `(R,)` and `token_index_map` `(R,)`, all int32. How many bytes are they together? And
+            how many has the dense map `(L, E)`, int32, that builds them and is freed again?""",
+        given={"layer": preset("qwen3").config},
+        asked={
+            "indices": Asked("bytes", "4 * (3 * layer.R + layer.E + 1)"),
+            "dense_map": Asked("bytes", "4 * layer.L * layer.E"),
+        },
+        truth=_index_bytes,
+        computed_by="moeblaze_ref.memory.accounting.account",
+        hint="An int32 has 4 bytes. Count the elements of all four; do not forget the offset at the end.",
+        why="""Twelve bytes for each routed row, in place of `2 * d`. The map is larger than the structures as soon as
+            `E` exceeds `3 * k`.""",
+    ),
+    KernelExercise(
+        name="dense-map",
+        title="Step 1: who goes where",
+        kind="numba",
+        question="""A block has a tile of tokens. All its threads have cleared the tile's rows of the map. Now each
+            thread that has a token enters it: `dense_map[token, e] = token` for every expert `e` that the token
+            chose.""",
+        task="dispatch.dense_map",
+        kernel=numba_kernel(dispatch.dense_map_kernel, NUMBA),
+        change=(
+            "        token = first + thread\n"
+            "        for j in range(k):\n"
+            "            dense_map[token, topk_experts[token, j]] = token\n",
+            "        pass  # Your part: enter the thread's token under each of its k experts.\n",
         ),
-        KernelExercise(
-            name="dense-map",
-            title="Step 1: who goes where",
-            kind="numba",
-            question=(
-                "A block has a tile of tokens. All its threads have cleared the tile's rows of the map. Now each "
-                "thread that has a token enters it: `dense_map[token, e] = token` for every expert `e` that the token "
-                "chose."
-            ),
-            task="dispatch.dense_map",
-            kernel=numba_kernel(dispatch.dense_map_kernel, NUMBA),
-            changes=(
-                (
-                    "        token = first + thread\n"
-                    "        for j in range(k):\n"
-                    "            dense_map[token, topk_experts[token, j]] = token\n",
-                    "        pass  # Your part: enter the thread's token under each of its k experts.\n",
-                ),
-            ),
-            budgets=("read <= 4 R", "written <= 4 L E + 4 R"),
-            hint=(
-                "The thread's token is `first + thread`; its experts are `topk_experts[token, 0]` to "
-                "`topk_experts[token, k - 1]`."
-            ),
-            why="No two threads write the same entry: nothing is contended for, so nothing needs an atomic.",
+        budgets=("read <= 4 R", "written <= 4 L E + 4 R"),
+        hint="""The thread's token is `first + thread`; its experts are `topk_experts[token, 0]` to `topk_experts[token,
+            k - 1]`.""",
+        why="No two threads write the same entry: nothing is contended for, so nothing needs an atomic.",
+    ),
+    KernelExercise(
+        name="tree-sum",
+        title="Step 2: add up in a tree",
+        kind="numba",
+        question="""Each thread of a block has counted some of its expert's tokens, into `counts[thread]` in shared
+            memory. Add the counts up into `counts[0]`, in rounds: the lower half of the threads each add one number of
+            the upper half to their own, then a quarter does the same, until one is left. `THREADS` is a power of
+            two.""",
+        task="dispatch.expert_lengths",
+        kernel=numba_kernel(dispatch.expert_lengths_kernel, f"from numba import int32\n\n{NUMBA}"),
+        change=(
+            "    half = THREADS // 2\n"
+            "    while half > 0:\n"
+            "        if thread < half:\n"
+            "            counts[thread] += counts[thread + half]\n"
+            "        cuda.syncthreads()\n"
+            "        half //= 2\n",
+            "    # Your part: all rounds, with a barrier after each.\n",
         ),
-        KernelExercise(
-            name="tree-sum",
-            title="Step 2: add up in a tree",
-            kind="numba",
-            question=(
-                "Each thread of a block has counted some of its expert's tokens, into `counts[thread]` in shared "
-                "memory. Add the counts up into `counts[0]`, in rounds: the lower half of the threads each add one "
-                "number of the upper half to their own, then a quarter does the same, until one is left. `THREADS` is "
-                "a power of two."
-            ),
-            task="dispatch.expert_lengths",
-            kernel=numba_kernel(dispatch.expert_lengths_kernel, f"from numba import int32\n\n{NUMBA}"),
-            changes=(
-                (
-                    "    half = THREADS // 2\n"
-                    "    while half > 0:\n"
-                    "        if thread < half:\n"
-                    "            counts[thread] += counts[thread + half]\n"
-                    "        cuda.syncthreads()\n"
-                    "        half //= 2\n",
-                    "    # Your part: all rounds, with a barrier after each.\n",
-                ),
-            ),
-            budgets=("read <= 4 L E", "written <= 4 E"),
-            hint=(
-                "`half` begins at `THREADS // 2` and is halved in each round. In a round, the threads below `half` add "
-                "`counts[thread + half]`; then *all* threads meet at `cuda.syncthreads()`."
-            ),
-            why=(
-                "`log2(THREADS)` rounds, in place of `THREADS` additions by one thread. The barrier "
-                "stands outside of the `if`: all threads of the block must reach it."
-            ),
+        budgets=("read <= 4 L E", "written <= 4 E"),
+        hint="""`half` begins at `THREADS // 2` and is halved in each round. In a round, the threads below `half` add
+            `counts[thread + half]`; then *all* threads meet at `cuda.syncthreads()`.""",
+        why="""`log2(THREADS)` rounds, in place of `THREADS` additions by one thread. The barrier stands outside of the
+            `if`: all threads of the block must reach it.""",
+    ),
+    KernelExercise(
+        name="rank-and-write",
+        title="Step 3: every row's position",
+        kind="cuda",
+        question="""A block walks down the column of its expert. `rank.exclusive` is how many tokens of this tile stand
+            before the thread's own, `base` where the tile begins in expert order. Compute the row's position, and write
+            both directions of the route: `expert_token_indices[position]` is the token, and `token_index_map[token * k
+            + slot]` the position.""",
+        task="dispatch.route_indices",
+        kernel=cuda_kernel(FILE, "route_indices"),
+        change=(
+            "            const int position = base + rank.exclusive;\n"
+            "            const int slot = slot_of(topk_experts + token * k, expert);\n"
+            "            expert_token_indices[position] = token;\n"
+            "            token_index_map[token * k + slot] = position;\n",
+            "            // Your part: the row's position, its token's slot (slot_of), and both writes.\n",
         ),
-        KernelExercise(
-            name="rank-and-write",
-            title="Step 3: every row's position",
-            kind="cuda",
-            question=(
-                "A block walks down the column of its expert. `rank.exclusive` is how many tokens of this tile stand "
-                "before the thread's own, `base` where the tile begins in expert order. Compute the row's position, "
-                "and write both directions of the route: `expert_token_indices[position]` is the token, and "
-                "`token_index_map[token * k + slot]` the position."
-            ),
-            task="dispatch.route_indices",
-            kernel=cuda_kernel(FILE, "route_indices"),
-            changes=(
-                (
-                    "            const int position = base + rank.exclusive;\n"
-                    "            const int slot = slot_of(topk_experts + token * k, expert);\n"
-                    "            expert_token_indices[position] = token;\n"
-                    "            token_index_map[token * k + slot] = position;\n",
-                    "            // Your part: the row's position, its token's slot (slot_of), and both writes.\n",
-                ),
-            ),
-            budgets=("written <= 8 R", "read of dense_map <= 4 L E", "read of topk_experts <= 4 R k"),
-            hint=(
-                "`base` begins at the expert's offset and grows by each tile's total, so the position is `base + "
-                "rank.exclusive`. `slot_of(topk_experts + token * k, expert)` tells which of its slots the token used "
-                "for this expert."
-            ),
-            why=(
-                "Inside an expert the tokens ascend, since ranks follow the column. That is the stable order that a "
-                "sort would give, without the sort."
-            ),
+        budgets=("written <= 8 R", "read of dense_map <= 4 L E", "read of topk_experts <= 4 R k"),
+        hint="""`base` begins at the expert's offset and grows by each tile's total, so the position is `base +
+            rank.exclusive`. `slot_of(topk_experts + token * k, expert)` tells which of its slots the token used for
+            this expert.""",
+        why="""Inside an expert the tokens ascend, since ranks follow the column. That is the stable order that a sort
+            would give, without the sort.""",
+    ),
+    KernelExercise(
+        name="missing-barrier",
+        title="Right by luck",
+        kind="bug",
+        question="""Threads count, the last one adds up. The kernel is right if threads happen to run one after another
+            in the order of their numbers, which no GPU promises. The checker runs it in other orders, too. What is
+            missing?""",
+        task="dispatch.expert_lengths",
+        kernel=Kernel("expert_lengths", LENGTHS, cuda_grid(FILE, "expert_lengths")),
+        change=("    counts[threadIdx.x] = count;\n    __syncthreads();\n", "    counts[threadIdx.x] = count;\n"),
+        budgets=("read <= 4 L E", "written <= 4 E"),
+        hint="The last thread reads what all others wrote. How does it know that they have?",
+        why="""A result that depends on who comes first is wrong, even on the day when it is right. Every thread must
+            reach the barrier: it stands before the `return`.""",
+    ),
+    KernelExercise(
+        name="in-order",
+        title="Read the map as it lies",
+        kind="cuda",
+        question="""The project's first version counts an expert's tokens down its column: neighbouring threads read `4
+            * E` bytes apart, and each entry may cost a sector of 32 bytes. Count all experts in *one* block that reads
+            the map from its first entry to its last, neighbours by neighbours. `atomicAdd(&counts[e], 1)` lets threads
+            add to one number in shared memory; integers come out the same in any order.""",
+        task="dispatch.expert_lengths",
+        kernel=Kernel("expert_lengths", COALESCED, grid="1"),
+        change=(
+            "    for (int entry = threadIdx.x; entry < L * E; entry += THREADS)\n"
+            "        if (dense_map[entry] != EMPTY) atomicAdd(&counts[entry % E], 1);\n",
+            "    // Your part: walk over all L * E entries of the map; entry i belongs to expert i % E.\n",
         ),
-        KernelExercise(
-            name="missing-barrier",
-            title="Right by luck",
-            kind="bug",
-            question=(
-                "Threads count, the last one adds up. The kernel is right if threads happen to run one after another "
-                "in the order of their numbers, which no GPU promises. The checker runs it in other orders, too. What "
-                "is missing?"
-            ),
-            task="dispatch.expert_lengths",
-            kernel=Kernel("expert_lengths", LENGTHS, cuda_grid(FILE, "expert_lengths")),
-            changes=(
-                ("    counts[threadIdx.x] = count;\n    __syncthreads();\n", "    counts[threadIdx.x] = count;\n"),
-            ),
-            budgets=("read <= 4 L E", "written <= 4 E"),
-            hint="The last thread reads what all others wrote. How does it know that they have?",
-            why=(
-                "A result that depends on who comes first is wrong, even on the day when it is right. Every thread "
-                "must reach the barrier: it stands before the `return`."
-            ),
-        ),
-        KernelExercise(
-            name="in-order",
-            title="Read the map as it lies",
-            kind="cuda",
-            question=(
-                "The project's first version counts an expert's tokens down its column: neighbouring threads read "
-                "`4 * E` bytes apart, and each entry may cost a sector of 32 bytes. Count all experts in *one* block "
-                "that reads the map from its first entry to its last, neighbours by neighbours. "
-                "`atomicAdd(&counts[e], 1)` lets threads add to one number in shared memory; "
-                "integers come out the same in any order."
-            ),
-            task="dispatch.expert_lengths",
-            kernel=Kernel("expert_lengths", COALESCED, grid="1"),
-            changes=(
-                (
-                    "    for (int entry = threadIdx.x; entry < L * E; entry += THREADS)\n"
-                    "        if (dense_map[entry] != EMPTY) atomicAdd(&counts[entry % E], 1);\n",
-                    "    // Your part: walk over all L * E entries of the map; entry i belongs to expert i % E.\n",
-                ),
-            ),
-            budgets=("read <= 4 L E", "sectors <= ceil(L E / 8) + ceil(E / 8)"),
-            hint=(
-                "Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: at each turn a warp reads 32 "
-                "neighbours, 128 bytes in four sectors."
-            ),
-            why=(
-                "The bytes are the same, the sectors are not: what counts is what a warp asks for at once. But one "
-                "block keeps one multiprocessor busy; the project's second version makes the map smaller instead."
-            ),
-        ),
+        budgets=("read <= 4 L E", "sectors <= ceil(L E / 8) + ceil(E / 8)"),
+        hint="""Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: at each turn a warp reads 32
+            neighbours, 128 bytes in four sectors.""",
+        why="""The bytes are the same, the sectors are not: what counts is what a warp asks for at once. But one block
+            keeps one multiprocessor busy; the project's second version makes the map smaller instead.""",
     ),
 )

@@ -3,7 +3,7 @@
 from moeblaze_ref.backends.numba_cuda import combine, expert_down
 from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.course.exercises.exercise import Asked, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.kernels import Kernel, cuda_kernel, numba_kernel
 from moeblaze_ref.course.exercises.roofline import GPU, LIMITS, limit
 
@@ -41,157 +41,122 @@ def _intensity(layer, tflops, tb_per_s):
     return {"bytes": cost.bytes, "flops_per_byte": cost.flops / cost.bytes, "limit": limit(cost, tflops, tb_per_s)}
 
 
-SHEET = Sheet(
-    "03_gather_gemm_swiglu",
-    "Gather, multiply, activate",
-    (
-        Prediction(
-            name="up-intensity",
-            title="Which limit binds the up-projection?",
-            question=(
-                "At the least, `expert_up` reads `x` `(L, d)`, both weights `(E, d, h)` and the `R` int32 of "
-                "`expert_token_indices` once, and writes `a`, `b` and `y_swi` `(R, h)`. How many bytes is that, and "
-                "how many FLOPs of its two products come to a byte? A GPU does `tflops` 1e12 FLOPs and moves "
-                "`tb_per_s` 1e12 bytes in a second: which of the two is the limit?"
-            ),
-            given={"layer": preset("conf3").config, **GPU},
-            steps=(
-                "elements = layer.L * layer.d + 2 * layer.E * layer.d * layer.h + 3 * layer.R * layer.h",
-                "moved = layer.itemsize * elements + 4 * layer.R",
-            ),
-            asked={
-                "bytes": Asked("bytes", "moved"),
-                "flops_per_byte": Asked("FLOPs for each byte", "4 * layer.R * layer.d * layer.h / moved"),
-                "limit": Asked(LIMITS, '"flops"'),
-            },
-            truth=_intensity,
-            computed_by="moeblaze_ref.bench.roofline.cost_of",
-            hint=(
-                "The two products have `4 * R * d * h` FLOPs. The GPU needs `tflops / tb_per_s` FLOPs for each byte to "
-                "be busy computing; with fewer, it waits for bytes."
-            ),
-            why=(
-                "The least bytes leave the arithmetic as the limit. A kernel that reads operands again for every "
-                "result, as the first version does, is far on the other side."
-            ),
+EXERCISES: tuple[Exercise, ...] = (
+    Prediction(
+        name="up-intensity",
+        title="Which limit binds the up-projection?",
+        question="""At the least, `expert_up` reads `x` `(L, d)`, both weights `(E, d, h)` and the `R` int32 of
+            `expert_token_indices` once, and writes `a`, `b` and `y_swi` `(R, h)`. How many bytes is that, and how many
+            FLOPs of its two products come to a byte? A GPU does `tflops` 1e12 FLOPs and moves `tb_per_s` 1e12 bytes in
+            a second: which of the two is the limit?""",
+        given={"layer": preset("conf3").config, **GPU},
+        steps=(
+            "elements = layer.L * layer.d + 2 * layer.E * layer.d * layer.h + 3 * layer.R * layer.h",
+            "moved = layer.itemsize * elements + 4 * layer.R",
         ),
-        KernelExercise(
-            name="gather-rows",
-            title="Gather, do not copy",
-            kind="cuda",
-            question=(
-                "A thread has one element of `a` and `b`: row `at.row` in expert order, column `at.column`. Find the "
-                "row of `x` through `expert_token_indices`, and sum both products over `d`. Nothing is copied: the "
-                "gather is the address. `weight` is where the expert's column of `w1` (and of `w2`) begins; its next "
-                "element lies `h` further."
-            ),
-            task="expert_up",
-            kernel=cuda_kernel(UP, "expert_up"),
-            changes=(
-                ("    const Scalar* const x_row = x + (long long)expert_token_indices[at.row] * d;\n", ""),
-                (
-                    "    for (int p = 0; p < d; ++p) {\n"
-                    "        const float x_p = to_float(x_row[p]);\n"
-                    "        a_sum += x_p * to_float(w1[weight + (long long)p * h]);\n"
-                    "        if (GATED) b_sum += x_p * to_float(w2[weight + (long long)p * h]);\n"
-                    "    }\n",
-                    "    // Your part: the row of x that belongs to at.row, and both sums over its d elements.\n",
-                ),
-            ),
-            budgets=("read of x <= 4 R d h", "read of w1 <= 4 R d h", "written <= 12 R h"),
-            hint=(
-                "The token is `expert_token_indices[at.row]`, and its row begins at `x + token * d`. Read each "
-                "`x_row[p]` once and use it for both sums."
-            ),
-            why="The routed copy of notebook 00 has become one index for each thread.",
+        asked={
+            "bytes": Asked("bytes", "moved"),
+            "flops_per_byte": Asked("FLOPs for each byte", "4 * layer.R * layer.d * layer.h / moved"),
+            "limit": Asked(LIMITS, '"flops"'),
+        },
+        truth=_intensity,
+        computed_by="moeblaze_ref.bench.roofline.cost_of",
+        hint="""The two products have `4 * R * d * h` FLOPs. The GPU needs `tflops / tb_per_s` FLOPs for each byte to be
+            busy computing; with fewer, it waits for bytes.""",
+        why="""The least bytes leave the arithmetic as the limit. A kernel that reads operands again for every result,
+            as the first version does, is far on the other side.""",
+    ),
+    KernelExercise(
+        name="gather-rows",
+        title="Gather, do not copy",
+        kind="cuda",
+        question="""A thread has one element of `a` and `b`: row `at.row` in expert order, column `at.column`. Find the
+            row of `x` through `expert_token_indices`, and sum both products over `d`. Nothing is copied: the gather is
+            the address. `weight` is where the expert's column of `w1` (and of `w2`) begins; its next element lies `h`
+            further.""",
+        task="expert_up",
+        kernel=cuda_kernel(UP, "expert_up"),
+        change=(
+            "    const Scalar* const x_row = x + (long long)expert_token_indices[at.row] * d;\n"
+            "    const long long weight = (long long)blockIdx.y * d * h + at.column;\n"
+            "    float a_sum = 0.0f, b_sum = 0.0f;\n"
+            "    for (int p = 0; p < d; ++p) {\n"
+            "        const float x_p = to_float(x_row[p]);\n"
+            "        a_sum += x_p * to_float(w1[weight + (long long)p * h]);\n"
+            "        if (GATED) b_sum += x_p * to_float(w2[weight + (long long)p * h]);\n"
+            "    }\n",
+            "    const long long weight = (long long)blockIdx.y * d * h + at.column;\n"
+            "    float a_sum = 0.0f, b_sum = 0.0f;\n"
+            "    // Your part: the row of x that belongs to at.row, and both sums over its d elements.\n",
         ),
-        KernelExercise(
-            name="share-the-row",
-            title="Read x once, not h times",
-            kind="cuda",
-            question=(
-                "In the kernel before, each of `h` threads reads the same row of `x`: `4 * R * d * h` bytes. Here a "
-                "block has one slot, and its threads share the row. Bring it into `x_row`, in shared memory, together: "
-                "each thread some of the `d` elements, each element once."
-            ),
-            task="expert_up",
-            kernel=Kernel("expert_up", SHARED_ROW, grid="R", shared_bytes="4 d"),
-            changes=(
-                (
-                    "    for (int p = threadIdx.x; p < d; p += THREADS) x_row[p] = x[token * d + p];\n"
-                    "    __syncthreads();\n",
-                    "    // Your part: the token's row of x into x_row, each thread a part; then wait for all.\n",
-                ),
-            ),
-            budgets=("read of x <= 4 R d", "written <= 12 R h"),
-            hint=(
-                "Thread `t` copies the elements `t`, `t + THREADS`, ... Then `__syncthreads()`: no thread may read "
-                "what another has not written yet."
-            ),
-            why=(
-                "`h` times fewer bytes of `x`. The weights are still read for every row; the tiled version shares "
-                "those, too."
-            ),
+        budgets=("read of x <= 4 R d h", "read of w1 <= 4 R d h", "written <= 12 R h"),
+        hint="""The token is `expert_token_indices[at.row]`, and its row begins at `x + token * d`. Read each `x_row[p]`
+            once and use it for both sums.""",
+        why="The routed copy of notebook 00 has become one index for each thread.",
+    ),
+    KernelExercise(
+        name="share-the-row",
+        title="Read x once, not h times",
+        kind="cuda",
+        question="""In the kernel before, each of `h` threads reads the same row of `x`: `4 * R * d * h` bytes. Here a
+            block has one slot, and its threads share the row. Bring it into `x_row`, in shared memory, together: each
+            thread some of the `d` elements, each element once.""",
+        task="expert_up",
+        kernel=Kernel("expert_up", SHARED_ROW, grid="R", shared_bytes="4 d"),
+        change=(
+            "    for (int p = threadIdx.x; p < d; p += THREADS) x_row[p] = x[token * d + p];\n    __syncthreads();\n",
+            "    // Your part: the token's row of x into x_row, each thread a part; then wait for all.\n",
         ),
-        KernelExercise(
-            name="whose-weights",
-            title="Right for the first expert only",
-            kind="bug",
-            question=(
-                "The down-projection is right for the rows of expert 0, and wrong for all others, as the report says. "
-                "Mend it."
-            ),
-            task="expert_down",
-            kernel=cuda_kernel(DOWN, "expert_down"),
-            changes=(("(long long)blockIdx.y * h * d + at.column", "at.column"),),
-            budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
-            hint="`w3` is `(E, h, d)`, and `blockIdx.y` is the expert. Where does that expert's matrix begin?",
-            why=(
-                "With one expert, or with every token at expert 0, no test would see it. Check on skewed routing and "
-                "on even routing."
-            ),
+        budgets=("read of x <= 4 R d", "written <= 12 R h"),
+        hint="""Thread `t` copies the elements `t`, `t + THREADS`, ... Then `__syncthreads()`: no thread may read what
+            another has not written yet.""",
+        why="""`h` times fewer bytes of `x`. The weights are still read for every row; the tiled version shares those,
+            too.""",
+    ),
+    KernelExercise(
+        name="whose-weights",
+        title="Right for the first expert only",
+        kind="bug",
+        question="""The down-projection is right for the rows of expert 0, and wrong for all others, as the report says.
+            Mend it.""",
+        task="expert_down",
+        kernel=cuda_kernel(DOWN, "expert_down"),
+        change=("(long long)blockIdx.y * h * d + at.column", "at.column"),
+        budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
+        hint="`w3` is `(E, h, d)`, and `blockIdx.y` is the expert. Where does that expert's matrix begin?",
+        why="""With one expert, or with every token at expert 0, no test would see it. Check on skewed routing and on
+            even routing.""",
+    ),
+    KernelExercise(
+        name="combine",
+        title="Sum a token's rows",
+        kind="numba",
+        question="""A thread has one element of `out`. Sum the token's `k` rows of `y`, each times its gate. `y` is in
+            expert order: the row of slot `j` is `token_index_map[token * k + j]`.""",
+        task="combine",
+        kernel=numba_kernel(combine.combine_kernel),
+        change=(
+            "        for j in range(k):\n"
+            "            total += gates[token, j] * y[token_index_map[token * k + j], column]\n",
+            "        # Your part: add up gate times y over the token's k slots.\n",
         ),
-        KernelExercise(
-            name="combine",
-            title="Sum a token's rows",
-            kind="numba",
-            question=(
-                "A thread has one element of `out`. Sum the token's `k` rows of `y`, each times its gate. `y` is in "
-                "expert order: the row of slot `j` is `token_index_map[token * k + j]`."
-            ),
-            task="combine",
-            kernel=numba_kernel(combine.combine_kernel),
-            changes=(
-                (
-                    "        for j in range(k):\n"
-                    "            total += gates[token, j] * y[token_index_map[token * k + j], column]\n",
-                    "        # Your part: add up gate times y over the token's k slots.\n",
-                ),
-            ),
-            budgets=("read of y <= 4 R d", "read of gates <= 4 R d", "written <= 4 L d"),
-            hint=(
-                "A loop over `j` in `range(k)`: the gate is `gates[token, j]`, and its row of `y` stands in "
-                "`token_index_map`."
-            ),
-            why="Each element of `out` has one writer: no atomics, and the same bits in every run.",
-        ),
-        KernelExercise(
-            name="slot-order",
-            title="Two orders of the same rows",
-            kind="bug",
-            question=(
-                "Rows are counted in two orders: slot by slot, as tokens chose, and in expert order, as they are "
-                "stored. This kernel confuses them once. Every number it computes is right, and nearly every place is "
-                "wrong."
-            ),
-            task="expert_down",
-            kernel=numba_kernel(expert_down.expert_down_kernel),
-            changes=(("y[position, column] = total", "y[slot, column] = total"),),
-            budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
-            hint="`y` is in expert order. Which of `slot` and `position` is a row in expert order?",
-            why=(
-                "Both orders have `R` rows, so nothing is out of bounds: only a comparison element by element finds it."
-            ),
-        ),
+        budgets=("read of y <= 4 R d", "read of gates <= 4 R d", "written <= 4 L d"),
+        hint="""A loop over `j` in `range(k)`: the gate is `gates[token, j]`, and its row of `y` stands in
+            `token_index_map`.""",
+        why="Each element of `out` has one writer: no atomics, and the same bits in every run.",
+    ),
+    KernelExercise(
+        name="slot-order",
+        title="Two orders of the same rows",
+        kind="bug",
+        question="""Rows are counted in two orders: slot by slot, as tokens chose, and in expert order, as they are
+            stored. This kernel confuses them once. Every number it computes is right, and nearly every place is
+            wrong.""",
+        task="expert_down",
+        kernel=numba_kernel(expert_down.expert_down_kernel),
+        change=("y[position, column] = total", "y[slot, column] = total"),
+        budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
+        hint="`y` is in expert order. Which of `slot` and `position` is a row in expert order?",
+        why="Both orders have `R` rows, so nothing is out of bounds: only a comparison element by element finds it.",
     ),
 )

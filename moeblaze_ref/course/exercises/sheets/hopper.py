@@ -3,7 +3,7 @@
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
+from moeblaze_ref.course.exercises.exercise import Asked, Exercise, Prediction
 from moeblaze_ref.course.exercises.roofline import GPU, LIMITS, limit
 from moeblaze_ref.runtime.ceilings import Cost
 from moeblaze_ref.runtime.source import MAX_SHARED_BYTES
@@ -25,66 +25,50 @@ def _limits(layer, tflops, tb_per_s):
     return {stage: limit(roofline.cost_of(stage, layer), tflops, tb_per_s) for stage in stages}
 
 
-SHEET = Sheet(
-    "06_hopper",
-    "Hopper, idea by idea",
-    (
-        Prediction(
-            name="ring-stages",
-            title="Stages of the ring",
-            question=(
-                "A stage of the ring holds, of a tile of the result with `rows` rows and `columns` columns, `depth` "
-                "columns of the one operand and `depth` rows of the other. How many bytes is a stage, how many stages "
-                "would fit into the shared memory of a block, and how many FLOPs come to each byte that arrives?"
-            ),
-            given={
-                "rows": ROWS,
-                "columns": COLUMNS,
-                "depth": DEPTH,
-                "itemsize": ITEMSIZE,
-                "shared_bytes": MAX_SHARED_BYTES,
-            },
-            steps=("stage = (rows + columns) * depth * itemsize",),
-            asked={
-                "stage": Asked("bytes", "stage"),
-                "stages": Asked("stages", "shared_bytes // stage"),
-                "flops_per_byte": Asked("FLOPs for each byte", "2 * rows * columns * depth / stage"),
-            },
-            truth=_stage,
-            computed_by="moeblaze_ref.backends.raw_cuda.gemm",
-            hint=(
-                "One operand is `(rows, depth)`, the other `(depth, columns)`. A step of the tile has `2 * rows * "
-                "columns * depth` FLOPs."
-            ),
-            why=(
-                "The depth cancels in the last number: a deeper stage makes fewer steps, not fewer bytes. Only a "
-                "larger tile asks for fewer bytes."
-            ),
-        ),
-        Prediction(
-            name="which-limit",
-            title="Which limit binds?",
-            question=(
-                "Every input read once, every output written once: what is the limit of the stage then, the GPU's "
-                "FLOPs or its bytes? The `combine` sums the `k` rows of each token; `d_w3` is the product that gives "
-                "the gradient of `w3`."
-            ),
-            given={"layer": preset("mixtral").config, **GPU},
-            asked={
-                "expert_down": Asked(LIMITS, '"flops"'),
-                "combine": Asked(LIMITS, '"bytes"'),
-                "d_w3": Asked(LIMITS, '"flops"'),
-            },
-            truth=_limits,
-            computed_by="moeblaze_ref.runtime.ceilings.Ceilings.bound",
-            hint=(
-                "A product does `2 * d * h` FLOPs for a row of `d + h` elements. A sum does one or two for each "
-                "element that it reads."
-            ),
-            why=(
-                "The products are for tensor cores to speed up; the sums in between only ever wait for memory, so they "
-                "are better fused, or fewer."
-            ),
-        ),
+EXERCISES: tuple[Exercise, ...] = (
+    Prediction(
+        name="ring-stages",
+        title="Stages of the ring",
+        question="""A stage of the ring holds, of a tile of the result with `rows` rows and `columns` columns, `depth`
+            columns of the one operand and `depth` rows of the other. How many bytes is a stage, how many stages would
+            fit into the shared memory of a block, and how many FLOPs come to each byte that arrives?""",
+        given={
+            "rows": ROWS,
+            "columns": COLUMNS,
+            "depth": DEPTH,
+            "itemsize": ITEMSIZE,
+            "shared_bytes": MAX_SHARED_BYTES,
+        },
+        steps=("stage = (rows + columns) * depth * itemsize",),
+        asked={
+            "stage": Asked("bytes", "stage"),
+            "stages": Asked("stages", "shared_bytes // stage"),
+            "flops_per_byte": Asked("FLOPs for each byte", "2 * rows * columns * depth / stage"),
+        },
+        truth=_stage,
+        computed_by="moeblaze_ref.backends.raw_cuda.gemm",
+        hint="""One operand is `(rows, depth)`, the other `(depth, columns)`. A step of the tile has `2 * rows * columns
+            * depth` FLOPs.""",
+        why="""The depth cancels in the last number: a deeper stage makes fewer steps, not fewer bytes. Only a larger
+            tile asks for fewer bytes.""",
+    ),
+    Prediction(
+        name="which-limit",
+        title="Which limit binds?",
+        question="""Every input read once, every output written once: what is the limit of the stage then, the GPU's
+            FLOPs or its bytes? The `combine` sums the `k` rows of each token; `d_w3` is the product that gives the
+            gradient of `w3`.""",
+        given={"layer": preset("mixtral").config, **GPU},
+        asked={
+            "expert_down": Asked(LIMITS, '"flops"'),
+            "combine": Asked(LIMITS, '"bytes"'),
+            "d_w3": Asked(LIMITS, '"flops"'),
+        },
+        truth=_limits,
+        computed_by="moeblaze_ref.runtime.ceilings.Ceilings.bound",
+        hint="""A product does `2 * d * h` FLOPs for a row of `d + h` elements. A sum does one or two for each element
+            that it reads.""",
+        why="""The products are for tensor cores to speed up; the sums in between only ever wait for memory, so they are
+            better fused, or fewer.""",
     ),
 )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from moeblaze_ref.core.structures import EMPTY
-from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
+from moeblaze_ref.course.exercises.exercise import Asked, Exercise, Prediction
 
 TOPK_EXPERTS = [[0, 1], [0, 2], [1, 3], [2, 3], [0, 3], [4, 5], [2, 4], [1, 0]]
 RANK_OF_EXPERT = [0, 0, 1, 1, 2, 2]
@@ -27,53 +27,40 @@ def _bytes(topk_experts, rank_of_expert, d, itemsize):
     return {"there": rows * (d * itemsize + 8 * k), "back": rows * d * itemsize}
 
 
-SHEET = Sheet(
-    "10_expert_parallel",
-    "Experts on several GPUs",
-    (
-        Prediction(
-            name="rows-sent",
-            title="Rows that are sent",
-            question=(
-                "Eight tokens with two experts each: `topk_experts[i]` names those of token `i`, and "
-                "`rank_of_expert[e]` the rank of expert `e`. A row goes once to each rank that has one of its experts, "
-                "its own rank too. How many rows are sent in all, and how many of them to rank 1?"
-            ),
-            given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT},
-            asked={
-                "rows": Asked("rows", ROWS),
-                "to_rank_1": Asked("rows", "sum(1 in {rank_of_expert[e] for e in chosen} for chosen in topk_experts)"),
-            },
-            truth=_rows,
-            computed_by="moeblaze_ref.parallel.trip.first_slots",
-            hint="Write the ranks of both experts beside each token. Where they are equal, one row serves both.",
-            why=(
-                "Sixteen choices need fewer rows than that: a rank that has both experts of a token gets its row once, "
-                "and sends one sum back."
-            ),
-        ),
-        Prediction(
-            name="bytes-of-a-trip",
-            title="Bytes, there and back",
-            question=(
-                "The same tokens, rows of `d` numbers of `itemsize` bytes. With a row its `k` expert ids and `k` gates "
-                "travel, four bytes each; back comes one row of `d` numbers, the weighted sum. How many bytes go "
-                "there, and how many come back, those within a rank included?"
-            ),
-            given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT, "d": 512, "itemsize": 2},
-            steps=(f"rows = {ROWS}", "k = len(topk_experts[0])"),
-            asked={
-                "there": Asked("bytes", "rows * (d * itemsize + 8 * k)"),
-                "back": Asked("bytes", "rows * d * itemsize"),
-            },
-            truth=_bytes,
-            computed_by="moeblaze_ref.parallel.trip.first_slots",
-            hint="The number of rows is that of the exercise before. Ids and gates are 8 k bytes beside each.",
-            why=(
-                "Ids and gates are what lets the other rank build its own index structures, and they weigh next to "
-                "nothing beside the rows. Buffers padded to the busiest pair of ranks would send as many rows for "
-                "every pair."
-            ),
-        ),
+EXERCISES: tuple[Exercise, ...] = (
+    Prediction(
+        name="rows-sent",
+        title="Rows that are sent",
+        question="""Eight tokens with two experts each: `topk_experts[i]` names those of token `i`, and
+            `rank_of_expert[e]` the rank of expert `e`. A row goes once to each rank that has one of its experts, its
+            own rank too. How many rows are sent in all, and how many of them to rank 1?""",
+        given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT},
+        asked={
+            "rows": Asked("rows", ROWS),
+            "to_rank_1": Asked("rows", "sum(1 in {rank_of_expert[e] for e in chosen} for chosen in topk_experts)"),
+        },
+        truth=_rows,
+        computed_by="moeblaze_ref.parallel.trip.first_slots",
+        hint="Write the ranks of both experts beside each token. Where they are equal, one row serves both.",
+        why="""Sixteen choices need fewer rows than that: a rank that has both experts of a token gets its row once, and
+            sends one sum back.""",
+    ),
+    Prediction(
+        name="bytes-of-a-trip",
+        title="Bytes, there and back",
+        question="""The same tokens, rows of `d` numbers of `itemsize` bytes. With a row its `k` expert ids and `k`
+            gates travel, four bytes each; back comes one row of `d` numbers, the weighted sum. How many bytes go there,
+            and how many come back, those within a rank included?""",
+        given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT, "d": 512, "itemsize": 2},
+        steps=(f"rows = {ROWS}", "k = len(topk_experts[0])"),
+        asked={
+            "there": Asked("bytes", "rows * (d * itemsize + 8 * k)"),
+            "back": Asked("bytes", "rows * d * itemsize"),
+        },
+        truth=_bytes,
+        computed_by="moeblaze_ref.parallel.trip.first_slots",
+        hint="The number of rows is that of the exercise before. Ids and gates are 8 k bytes beside each.",
+        why="""Ids and gates are what lets the other rank build its own index structures, and they weigh next to nothing
+            beside the rows. Buffers padded to the busiest pair of ranks would send as many rows for every pair.""",
     ),
 )

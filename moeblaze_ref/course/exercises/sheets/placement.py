@@ -3,7 +3,7 @@
 import numpy as np
 
 from moeblaze_ref.core.traces import RoutingTrace
-from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
+from moeblaze_ref.course.exercises.exercise import Asked, Exercise, Prediction
 from moeblaze_ref.placement import simulate, trace
 from moeblaze_ref.placement.maps import Placement
 
@@ -20,51 +20,39 @@ def _crossings(tokens, gpu_of_expert):
     }
 
 
-SHEET = Sheet(
-    "09_expert_placement",
-    "Which GPU holds which expert",
-    (
-        Prediction(
-            name="crossings",
-            title="Load and traffic of a map",
-            question=(
-                "Two layers, four experts each, one expert a token: `tokens[i]` names the experts of token `i` in the "
-                "first and in the second layer, and `gpu_of_expert[layer][e]` the GPU of expert `e`. How many tokens "
-                "has the fuller GPU in the first layer, and how many tokens change the GPU between the layers?"
-            ),
-            given={"tokens": TOKENS, "gpu_of_expert": [[0, 1, 0, 1], [0, 1, 0, 1]]},
-            asked={
-                "fullest": Asked("tokens", "max(sum(gpu_of_expert[0][t[0]] == g for t in tokens) for g in (0, 1))"),
-                "crossing": Asked("tokens", "sum(gpu_of_expert[0][t[0]] != gpu_of_expert[1][t[1]] for t in tokens)"),
-            },
-            truth=_crossings,
-            computed_by="moeblaze_ref.placement.simulate",
-            hint="Experts 0 and 2 are on GPU 0, experts 1 and 3 on GPU 1, in both layers. Go through the ten tokens.",
-            why=(
-                "Both numbers cost time, in different places: the fullest GPU computes longest, and every crossing "
-                "goes over a link."
-            ),
-        ),
-        Prediction(
-            name="better-map",
-            title="A better map",
-            question=(
-                "The same tokens under another map: in both layers experts 0 and 1 are on GPU 0, and experts 2 and 3 "
-                "on GPU 1. How many tokens has the fuller GPU in the first layer, and how many change the GPU between "
-                "the layers?"
-            ),
-            given={"tokens": TOKENS, "gpu_of_expert": [[0, 0, 1, 1], [0, 0, 1, 1]]},
-            asked={
-                "fullest": Asked("tokens", "sum(t[0] < 2 for t in tokens)"),
-                "crossing": Asked("tokens", "sum((t[0] < 2) != (t[1] < 2) for t in tokens)"),
-            },
-            truth=_crossings,
-            computed_by="moeblaze_ref.placement.simulate",
-            hint="Experts 0 and 1 are on GPU 0 now. Does any token leave the pair it began with?",
-            why=(
-                "The crossings are gone, and the fuller GPU has more to do. Which is cheaper depends on the links and "
-                "on the experts: that is what the integer programs of the notebook weigh."
-            ),
-        ),
+EXERCISES: tuple[Exercise, ...] = (
+    Prediction(
+        name="crossings",
+        title="Load and traffic of a map",
+        question="""Two layers, four experts each, one expert a token: `tokens[i]` names the experts of token `i` in the
+            first and in the second layer, and `gpu_of_expert[layer][e]` the GPU of expert `e`. How many tokens has the
+            fuller GPU in the first layer, and how many tokens change the GPU between the layers?""",
+        given={"tokens": TOKENS, "gpu_of_expert": [[0, 1, 0, 1], [0, 1, 0, 1]]},
+        asked={
+            "fullest": Asked("tokens", "max(sum(gpu_of_expert[0][t[0]] == g for t in tokens) for g in (0, 1))"),
+            "crossing": Asked("tokens", "sum(gpu_of_expert[0][t[0]] != gpu_of_expert[1][t[1]] for t in tokens)"),
+        },
+        truth=_crossings,
+        computed_by="moeblaze_ref.placement.simulate",
+        hint="Experts 0 and 2 are on GPU 0, experts 1 and 3 on GPU 1, in both layers. Go through the ten tokens.",
+        why="""Both numbers cost time, in different places: the fullest GPU computes longest, and every crossing goes
+            over a link.""",
+    ),
+    Prediction(
+        name="better-map",
+        title="A better map",
+        question="""The same tokens under another map: in both layers experts 0 and 1 are on GPU 0, and experts 2 and 3
+            on GPU 1. How many tokens has the fuller GPU in the first layer, and how many change the GPU between the
+            layers?""",
+        given={"tokens": TOKENS, "gpu_of_expert": [[0, 0, 1, 1], [0, 0, 1, 1]]},
+        asked={
+            "fullest": Asked("tokens", "sum(t[0] < 2 for t in tokens)"),
+            "crossing": Asked("tokens", "sum((t[0] < 2) != (t[1] < 2) for t in tokens)"),
+        },
+        truth=_crossings,
+        computed_by="moeblaze_ref.placement.simulate",
+        hint="Experts 0 and 1 are on GPU 0 now. Does any token leave the pair it began with?",
+        why="""The crossings are gone, and the fuller GPU has more to do. Which is cheaper depends on the links and on
+            the experts: that is what the integer programs of the notebook weigh.""",
     ),
 )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import gating
-from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.course.exercises.exercise import Asked, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.kernels import cuda_kernel
 
 D_LOGITS = cuda_kernel(
@@ -23,70 +23,54 @@ def _losses(E, L):
     }
 
 
-SHEET = Sheet(
-    "08_train_a_moe_lm",
-    "Train a Mixture-of-Experts language model",
-    (
-        Prediction(
-            name="balance-loss",
-            title="The balancing loss, balanced and collapsed",
-            question=(
-                "`balance = E * sum_e f_e P_e`: `f_e` is the share of the routed rows that expert `e` got, `P_e` the "
-                "mean probability that the router gave it. What is it if both are spread evenly over all experts? And "
-                "if every token goes to expert 0, with probability 1?"
-            ),
-            given={"E": 8, "L": 64},
-            asked={"even": Asked("the loss", "1.0"), "collapsed": Asked("the loss", "E")},
-            truth=_losses,
-            computed_by="moeblaze_ref.backends.numpy_ref.gating.load_balancing_loss",
-            hint="Evenly: each `f_e` and each `P_e` is `1 / E`, and there are `E` terms.",
-            why=(
-                "So the factor `E` makes 1 the value of balance whatever the number of experts, and collapse costs "
-                "`E`. But 1 is not the least: where choices and probabilities favour different experts, the loss "
-                "falls below it, as in notebook 1."
-            ),
+EXERCISES: tuple[Exercise, ...] = (
+    Prediction(
+        name="balance-loss",
+        title="The balancing loss, balanced and collapsed",
+        question="""`balance = E * sum_e f_e P_e`: `f_e` is the share of the routed rows that expert `e` got, `P_e` the
+            mean probability that the router gave it. What is it if both are spread evenly over all experts? And if
+            every token goes to expert 0, with probability 1?""",
+        given={"E": 8, "L": 64},
+        asked={"even": Asked("the loss", "1.0"), "collapsed": Asked("the loss", "E")},
+        truth=_losses,
+        computed_by="moeblaze_ref.backends.numpy_ref.gating.load_balancing_loss",
+        hint="Evenly: each `f_e` and each `P_e` is `1 / E`, and there are `E` terms.",
+        why="""So the factor `E` makes 1 the value of balance whatever the number of experts, and collapse costs `E`.
+            But 1 is not the least: where choices and probabilities favour different experts, the loss falls below it,
+            as in notebook 1.""",
+    ),
+    KernelExercise(
+        name="loss-is-a-mean",
+        title="A z-loss that is too strong",
+        kind="bug",
+        question="""The router z-loss is the *mean* over the tokens of `logsumexp(logits)` squared, so a token's part of
+            its gradient is `2 / L * z * p`. In this kernel it grows with the number of tokens. For one token it is
+            right.""",
+        task="gating.backward",
+        kernel=D_LOGITS,
+        change=("2.0f * per_token * d_router_z_loss[0]", "2.0f * d_router_z_loss[0]"),
+        budgets=("written <= 4 L E + 4 R",),
+        hint="`per_token` is `1 / L`. Which of the two losses uses it?",
+        why="Too strong a z-loss does not fail: it trains a slightly worse router. Only a gradient check sees it.",
+    ),
+    KernelExercise(
+        name="softmax-mean",
+        title="The way through the softmax",
+        kind="cuda",
+        question="""Through a softmax, `d_logit = p * (d_p - mean)`, where `mean` is the sum of `p * d_p`. Of the gates,
+            `d_p` is `d_gates[token * k + j]` for the chosen experts and 0 for all others, so the mean runs over the
+            chosen alone. Compute `mean`; `share_of(of_gates, row[chosen[j]])` is `p` of the `j`-th choice. Subtract
+            `shift` from each `d_p`: it is 0 here, and keeps digits when gates are renormalised.""",
+        task="gating.backward",
+        kernel=D_LOGITS,
+        change=(
+            "    for (int j = 0; j < k; ++j) mean += (d_gates[token * k + j] - shift) * "
+            "share_of(of_gates, row[chosen[j]]);\n",
+            "    // Your part: add p * d_p of each of the k choices to the mean.\n",
         ),
-        KernelExercise(
-            name="loss-is-a-mean",
-            title="A z-loss that is too strong",
-            kind="bug",
-            question=(
-                "The router z-loss is the *mean* over the tokens of `logsumexp(logits)` squared, so a token's part of "
-                "its gradient is `2 / L * z * p`. In this kernel it grows with the number of tokens. For one token it "
-                "is right."
-            ),
-            task="gating.backward",
-            kernel=D_LOGITS,
-            changes=(("2.0f * per_token * d_router_z_loss[0]", "2.0f * d_router_z_loss[0]"),),
-            budgets=("written <= 4 L E + 4 R",),
-            hint="`per_token` is `1 / L`. Which of the two losses uses it?",
-            why="Too strong a z-loss does not fail: it trains a slightly worse router. Only a gradient check sees it.",
-        ),
-        KernelExercise(
-            name="softmax-mean",
-            title="The way through the softmax",
-            kind="cuda",
-            question=(
-                "Through a softmax, `d_logit = p * (d_p - mean)`, where `mean` is the sum of `p * d_p`. Of the gates, "
-                "`d_p` is `d_gates[token * k + j]` for the chosen experts and 0 for all others, so the mean runs over "
-                "the chosen alone. Compute `mean`; `share_of(of_gates, row[chosen[j]])` is `p` of the `j`-th choice. "
-                "Subtract `shift` from each `d_p`: it is 0 here, and keeps digits when gates are renormalised."
-            ),
-            task="gating.backward",
-            kernel=D_LOGITS,
-            changes=(
-                (
-                    "    for (int j = 0; j < k; ++j) mean += (d_gates[token * k + j] - shift) * "
-                    "share_of(of_gates, row[chosen[j]]);\n",
-                    "    // Your part: add p * d_p of each of the k choices to the mean.\n",
-                ),
-            ),
-            budgets=("written <= 4 L E + 4 R", "read of d_gates <= 8 R"),
-            hint="A loop over `j`: `(d_gates[token * k + j] - shift)` times the share of that choice's logit.",
-            why=(
-                "Experts that were not chosen get a gradient after all, through the denominator: the mean is "
-                "subtracted from every expert's `d_p`."
-            ),
-        ),
+        budgets=("written <= 4 L E + 4 R", "read of d_gates <= 8 R"),
+        hint="A loop over `j`: `(d_gates[token * k + j] - shift)` times the share of that choice's logit.",
+        why="""Experts that were not chosen get a gradient after all, through the denominator: the mean is subtracted
+            from every expert's `d_p`.""",
     ),
 )

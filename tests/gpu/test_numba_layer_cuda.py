@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import Shape
-from test_numba_experts import layer_errors, run_layer
+from test_layer_backends import layer_errors, run_layer
 
 from moeblaze_ref.backends.numba_cuda import layer
 from moeblaze_ref.core.config import POLICIES
@@ -23,9 +23,9 @@ def test_real_sizes(activation, routing):
 
 def test_twenty_runs_give_the_same_bits():
     case = LARGE.case().astype(np.float32)
-    first, _ = run_layer(case, LARGE.k)
+    first, _ = run_layer("numba", case)
     for _ in range(20):
-        for one, other in zip(run_layer(case, LARGE.k)[0], first, strict=True):
+        for one, other in zip(run_layer("numba", case)[0], first, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
@@ -35,7 +35,7 @@ def test_cupy_arrays_stay_on_the_device(policy, overwrite):
     import cupy
 
     case = LARGE.case().astype(np.float32)
-    expected, _ = run_layer(case, LARGE.k, policy)
+    expected, _ = run_layer("numba", case, policy)
     x, d_out = cupy.asarray(case.x), cupy.asarray(case.d_out)
     weights = type(case.weights)(*map(cupy.asarray, case.weights))
     output = layer.forward(x, weights, LARGE.k, policy=policy, renormalize=False)

@@ -1,0 +1,110 @@
+"""``moeblaze bench`` and ``moeblaze tune``: times on a GPU."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeblaze_ref.bench import KINDS
+from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, file, stdout, user_errors
+from moeblaze_ref.core import progress
+from moeblaze_ref.core.config import POLICIES
+
+Versions = Annotated[
+    list[str] | None,
+    typer.Option("--kernel", help="Only this version of the kernels, such as 2_tiled; repeatable."),
+]
+
+
+def bench(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
+    preset: Presets = None,
+    tokens: Tokens = None,
+    policy: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(POLICIES)}; repeatable.")] = None,
+    system: Annotated[
+        list[str] | None, typer.Option(help="Only these systems, such as moeblaze,megablocks; repeatable.")
+    ] = None,
+    routing: Annotated[str | None, typer.Option(help="uniform, or zipf beside uniform.")] = None,
+    capacity_factor: Annotated[float | None, typer.Option(help="Of the system capacity; 1.25 by default.")] = None,
+    stage: Annotated[list[str] | None, typer.Option(help="Only this stage of a step; repeatable.")] = None,
+    version: Versions = None,
+    repetitions: Annotated[int, typer.Option(help="Of each row; medians are shown.")] = 15,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", "--out", help="Also write the rows here, after those of earlier runs.", parser=file),
+    ] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+):
+    """Time the layer or its stages on a GPU, interleaved with plain torch; exit with status 1 if a result is wrong.
+
+    Whatever is repeatable may also be one list with commas.
+    """
+    from moeblaze_ref.bench import plan, report, results
+
+    request = plan.Request(
+        presets=_names(preset),
+        tokens=tokens,
+        policies=_names(policy),
+        systems=_names(system),
+        routing=routing,
+        capacity_factor=capacity_factor,
+        stages=_names(stage),
+        versions=_names(version),
+        repetitions=repetitions,
+    )
+    with user_errors():
+        jobs = plan.jobs(kind, request)
+        device = plan.gpu()
+        if record:
+            results.check_place(record, force)
+        rows = progress.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
+    result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        stdout().print(report.table(rows))
+    if record:
+        with user_errors():
+            results.add(record, result, force)
+    raise typer.Exit(1 if report.wrong(rows) else 0)
+
+
+def _names(repeated: list[str] | None) -> tuple[str, ...]:
+    """The names of a repeatable option, each of which may be a list with commas; none twice."""
+    return tuple(dict.fromkeys(",".join(repeated).split(","))) if repeated else ()
+
+
+def tune(
+    preset: Presets = None,
+    tokens: Tokens = None,
+    version: Versions = None,
+    repetitions: Annotated[int, typer.Option(help="Of each tile; medians are shown.")] = 5,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Also write the table here, in the place of what it says of this class of GPU.", parser=file),
+    ] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+):
+    """Time every tile that a tensor-core kernel may have, on a GPU, and choose one for each kind of layer."""
+    from moeblaze_ref.bench import plan, stages
+    from moeblaze_ref.bench import tune as tuning
+
+    presets, versions = (tuple(dict.fromkeys(names or ())) for names in (preset, version))
+    with user_errors():
+        jobs = tuning.jobs(presets, tokens, versions, repetitions)
+        device = plan.gpu()
+        if record:
+            tuning.check_place(record, force)
+    times = progress.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
+    run = tuning.run_of(times, device.clocks(), stages.executor_here().capability)
+    if as_json:
+        print(json.dumps(run, indent=1))
+    else:
+        stdout().print(tuning.table(times))
+    if record:
+        with user_errors():
+            tuning.add(record, run, force)

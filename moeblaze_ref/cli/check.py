@@ -1,0 +1,189 @@
+"""``moeblaze check`` and ``moeblaze sanitize``: whether the kernels are right."""
+
+import functools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moeblaze_ref.backends.registry import CHECKED, STAGES
+from moeblaze_ref.cli.shared import AsJson, Force, cache_errors, file, print_error, print_text, stdout, user_errors
+from moeblaze_ref.core import progress, provenance, source_hashes
+from moeblaze_ref.verify import in_subprocess
+
+kernel_option = functools.partial(typer.Option, rich_help_panel="A kernel of your own")  # refused without --kernel
+
+
+def check(
+    context: typer.Context,
+    stage: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(STAGES)}; repeatable.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CHECKED)}; repeatable.")] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Check the torch layers against autograd instead.")
+    ] = False,
+    large: Annotated[
+        bool, typer.Option("--large", help="Check sizes past 2**31 elements instead: some blocks of each kernel.")
+    ] = False,
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="Count the checks of each option, stage and backend; run none.")
+    ] = False,
+    every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.", parser=file)
+    ] = None,
+    kernel: Annotated[
+        str | None,
+        kernel_option(
+            help="FILE.cu:name, or module:function for Numba. --stage then names its task: combine, expert_up.d_w, ..."
+        ),
+    ] = None,
+    grid: Annotated[str | None, kernel_option(help="Blocks, as 'ceil(L h / 256), E'.")] = None,
+    block: Annotated[str | None, kernel_option(help="Threads of a block.")] = None,
+    shared_bytes: Annotated[str | None, kernel_option(help="Dynamic ones.")] = None,
+    budget: Annotated[
+        list[str] | None, kernel_option(help="Such as 'written <= 4 R h' or 'read of x <= 4 R d'; repeatable.")
+    ] = None,
+    activation: Annotated[str | None, kernel_option(help="Default: swiglu.")] = None,
+    dtype: Annotated[str | None, kernel_option(help="Default: float32.")] = None,
+    define: Annotated[list[str] | None, kernel_option(help="NAME=VALUE, a constant of a .cu file; repeatable.")] = None,
+    timeout: Annotated[int, kernel_option(help="Seconds until a kernel counts as endless.", min=1)] = 600,
+    force: Force = False,
+    as_json: AsJson = False,
+):
+    """Cross-check every stage of every backend, or check a kernel of yours; exit with status 1 on any failure."""
+    from moeblaze_ref.cli import terminal
+    from moeblaze_ref.verify import check as cross_check
+    from moeblaze_ref.verify import large as large_cases
+
+    if coverage:
+        raise typer.Exit(_show_coverage(context, as_json))
+    options = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "budgets": budget, "activation": activation}
+    options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
+    with user_errors():
+        if kernel is not None and gradients:
+            raise ValueError("--gradients checks the torch layers, --kernel one kernel: leave one of them out")
+        if large and (gradients or kernel is not None):
+            raise ValueError("--large checks our kernels at large sizes: leave --gradients and --kernel out")
+        if gradients and stage:
+            raise ValueError("--gradients checks the whole torch layer: leave --stage out")
+        if options and kernel is None:
+            raise ValueError(f"{', '.join(options)}: only a kernel has these; name it with --kernel")
+    if kernel is not None:
+        raise typer.Exit(_check_kernel(kernel, stage or [], backend or [], options, timeout, record, force, as_json))
+    command = "check" + " --gradients" * gradients + " --large" * large
+    with user_errors():
+        if record:
+            provenance.check_place(record, command, force)
+        if large:
+            jobs = large_cases.plan(stage or STAGES, backend or tuple(large_cases.PARTS))
+        elif gradients:
+            jobs = cross_check.plan_gradients(backend or tuple(cross_check.LAYER_DEVICES))
+        else:
+            jobs = cross_check.plan(stage or STAGES, backend or CHECKED)
+    with cache_errors():
+        rows = progress.run_with_bar("cross-checking", jobs)
+    if as_json:
+        print(json.dumps([row.as_dict() for row in rows], indent=2))
+    else:
+        stdout().print(terminal.check_table(rows, every_shape))
+        stdout().print(terminal.verdict(rows))
+    if record:
+        with user_errors():
+            parts = source_hashes.of_backends(row.backend for row in rows if row.available)
+            provenance.record(record, command, {"rows": [row.as_dict() for row in rows]}, force, parts)
+    raise typer.Exit(0 if cross_check.passed(rows) else 1)
+
+
+def _show_coverage(context: typer.Context, as_json: bool) -> int:
+    """Print which options the cases of ``check`` switch on; return the exit status."""
+    from moeblaze_ref.cli import terminal
+    from moeblaze_ref.verify import coverage
+
+    with user_errors():
+        if given := [name for name in _given(context) if name not in ("--coverage", "--json")]:
+            raise ValueError(f"--coverage counts every stage of every backend: leave {', '.join(given)} out")
+    table = list(coverage.lines())
+    gaps = coverage.gaps(table)
+    if as_json:
+        print(json.dumps([asdict(line) for line in table], indent=2))
+    else:
+        stdout().print(terminal.coverage_table(table))
+        legend = [f"{cell}: {reason}" for cell, reason in coverage.REASONS.items()]
+        others = [f"{name}, which no case chooses: {reason}" for name, reason in coverage.ELSEWHERE.items()]
+        verdict = gaps or ["every option occurs wherever a stage reads it"]
+        stdout().print(*legend, *others, *verdict, sep="\n", highlight=False)
+    return 1 if gaps else 0
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The options of a command that the command line names."""
+    sources = {one.opts[0]: context.get_parameter_source(one.name) for one in context.command.params if one.name}
+    return [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
+def _check_kernel(
+    kernel: str,
+    stages: list[str],
+    backends: list[str],
+    options: dict[str, Any],
+    timeout: int,
+    record: Path | None,
+    force: bool,
+    as_json: bool,
+) -> int:
+    """Check one kernel from outside the project; return the exit status."""
+    from moeblaze_ref.verify.checker.contracts import CONTRACTS
+
+    with user_errors():
+        if len(stages) != 1:
+            raise ValueError(f"a kernel is checked as one task: --stage with one of {', '.join(CONTRACTS)}")
+        if len(backends) > 1:
+            raise ValueError(f"a kernel is checked on one backend, but {len(backends)} are named")
+        if "constants" in options:
+            options["constants"] = dict(_definition(text) for text in options["constants"])
+        if record:
+            provenance.check_place(record, "check --kernel", force)
+        try:
+            verdict = in_subprocess.examine(kernel, stages[0], timeout, backend=next(iter(backends), None), **options)
+        except TimeoutError:
+            print_error(f"{kernel} did not end within {timeout} seconds; --timeout sets another limit")
+            return 1
+        if record:
+            provenance.record(record, "check --kernel", verdict.document, force)
+    if as_json:
+        print(json.dumps(verdict.document, indent=2))
+    else:
+        print_text(verdict.report)
+    return 1 if verdict.first_problem else 0
+
+
+def _definition(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name.isidentifier() and equals and value.replace("-", "").isalnum()):
+        raise ValueError(f"{text!r} must be NAME=VALUE, a number or a word")
+    return name, value
+
+
+def sanitize(
+    record: Annotated[
+        Path | None, typer.Option(help="Also write the findings here, with GPU, versions, commit.", parser=file)
+    ] = None,
+    force: Force = False,
+):
+    """Run every raw CUDA kernel under compute-sanitizer, on a GPU; exit with status 1 if it finds anything."""
+    from moeblaze_ref.verify import sanitize as sanitizer
+
+    with user_errors():
+        jobs = sanitizer.plan()
+        if record:
+            provenance.check_place(record, "sanitize", force)
+    findings = progress.run_with_bar("sanitizing", jobs)
+    for finding in findings:
+        shown = finding.report[-1:] if finding.ok else finding.report[:40]
+        stdout().print(f"{finding.tool}: {'clean' if finding.ok else 'NOT CLEAN'}", *shown, sep="\n  ", markup=False)
+    if record:
+        with user_errors():
+            provenance.record(record, "sanitize", {"tools": [asdict(finding) for finding in findings]}, force)
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)

@@ -1,0 +1,60 @@
+"""``moeblaze memory``: where the activation bytes of a layer go."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeblaze_ref.cli.shared import AsJson, Force, Tokens, print_plots, stdout, user_errors
+from moeblaze_ref.core.config import PRESETS
+from moeblaze_ref.core.config import preset as find_preset
+
+PLOTS = ("memory_by_tensor", "memory_against_tokens")
+
+
+def memory(
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "conf4",
+    tokens: Tokens = None,
+    system: Annotated[list[str] | None, typer.Option(help="Only this system; repeatable.")] = None,
+    activation: Annotated[str | None, typer.Option(help="In place of the preset's.")] = None,
+    capacity_factor: Annotated[float, typer.Option(help="Of the padded system.")] = 1.25,
+    block: Annotated[int, typer.Option(help="Of megablocks: rows and columns of a block.")] = 128,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also run the layers, on a GPU if there is one, and see what is kept.")
+    ] = False,
+    plots: Annotated[Path | None, typer.Option(help="Write the two plots into this folder.")] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+):
+    """Show where the activation bytes of one MoE layer go, tensor by tensor, for every system."""
+    from moeblaze_ref.core import figures
+    from moeblaze_ref.memory import measured, report
+    from moeblaze_ref.memory.accounting import SYSTEMS, Assumptions, accounts
+
+    with user_errors():
+        config = find_preset(preset).config
+        changes = {"L": tokens, "activation": activation}
+        config = config.replace(**{name: value for name, value in changes.items() if value is not None})
+        assumptions = Assumptions(capacity_factor=capacity_factor, block=block)
+        found = accounts(config, system or tuple(SYSTEMS), assumptions)
+        notes = report.preset_notes(preset)
+        if plots:
+            figures.check(plots, PLOTS, force)
+    measurements = measured.measure_here(found) if measure else ()
+    if as_json:
+        print(json.dumps(report.as_json(preset, config, found, notes, measurements), indent=2))
+    else:
+        stdout().print(report.tables(config, found, notes, measurements))
+    if plots:
+        with user_errors():
+            written = figures.save_all(drawn(config, found, assumptions), plots, force)
+        print_plots(written)
+
+
+def drawn(config, accounts, assumptions) -> dict:
+    """Return both plots of a configuration, Matplotlib's figures, by their names."""
+    from moeblaze_ref.memory import plots
+
+    figures = plots.stacked_bars(accounts), plots.bytes_against_tokens(config, assumptions)
+    return dict(zip(PLOTS, figures, strict=True))

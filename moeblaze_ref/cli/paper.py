@@ -1,0 +1,39 @@
+"""``moeblaze paper``: the papers' claims beside formulas and measurements."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeblaze_ref.cli.shared import AsJson, Force, file, print_plots, stdout, user_errors
+from moeblaze_ref.core import progress
+
+
+def paper(
+    item: Annotated[list[str] | None, typer.Argument(help="Such as moeblaze-fig3; all of them by default.")] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Measure the items on this GPU first.")] = False,
+    record: Annotated[Path | None, typer.Option(help="With --gpu: add the runs to this file.", parser=file)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the items' pictures into this folder.")] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+):
+    """Compare each claim of the papers with its formula and with our measurements; exit with status 1 if one fails."""
+    from moeblaze_ref.papers import claims, command, report
+    from moeblaze_ref.papers.results import Recorded
+
+    with user_errors():
+        items = command.chosen(item or [], gpu, record, plot)
+        if plot:
+            command.check_plots(items, plot, record, force)
+        recorded = command.measure(items, record, progress.bar, force) if gpu else Recorded()
+        rows = [row for one in items for row in one.rows(recorded)]
+    if as_json:
+        print(json.dumps(report.as_json(items, rows), indent=1))
+    else:
+        stdout().print(report.table(items, rows, details=bool(item)))
+    if plot:
+        with user_errors():
+            written = command.write_plots(items, recorded, plot, force)
+        print_plots(written, none="nothing is recorded")
+    raise typer.Exit(1 if claims.failures(rows) else 0)

@@ -1,0 +1,107 @@
+"""``moeblaze place``: experts on GPUs."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeblaze_ref.cli.shared import AsJson, Force, file, print_plots, stdout, user_errors
+from moeblaze_ref.core import progress, provenance, records, source_hashes
+
+PLOTS = ("load_by_gpu", "load_against_crossings")
+
+
+def place(
+    gpus: Annotated[int, typer.Option(help="G.")],
+    trace: Annotated[
+        Path | None, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
+    ] = None,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8 and at most 128x1024x32, of Zipf's load."),
+    ] = None,
+    splits: Annotated[
+        int, typer.Option(help="Random halves of the sequences to fit to and evaluate on; 0: the whole trace for both.")
+    ] = 1,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="all, or some of contiguous, greedy, eplb, exflow, moetuner, joint, ...; repeatable."),
+    ] = None,
+    topology: Annotated[
+        str, typer.Option(help="nvlink, two-nodes, or a .json with bandwidth (G, G) bytes/s and, measured, token_s.")
+    ] = "nvlink",
+    d: Annotated[int, typer.Option("--d", help="Model width: what a token's transfer and computation cost.")] = 2880,
+    h: Annotated[int, typer.Option("--h", help="Expert width.")] = 2880,
+    tokens: Annotated[int, typer.Option(help="Of the modelled step.")] = 16_384,
+    num_experts: Annotated[int | None, typer.Option("--experts", help="E, where the trace does not say it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name in the map, in place of the trace's.")] = None,
+    experts_per_gpu: Annotated[
+        str | None, typer.Option(help="MIN:MAX in a layer; as equal as can be by default, 1:E as MoETuner prints it.")
+    ] = None,
+    solver: Annotated[str, typer.Option(help="Of moetuner: cp_sat, highs, scip, gurobi.")] = "cp_sat",
+    time_limit: Annotated[float, typer.Option(help="Seconds of each of moetuner's two programs.")] = 60.0,
+    limit: Annotated[float, typer.Option(help="Of joint: a layer's fullest GPU over the mean.")] = 1.02,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the map of the fastest method, fitted to split 0.", parser=file)
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Also write every split here, with versions and commit.", parser=file)
+    ] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+):
+    """Place experts on GPUs by MoETuner and the baselines, fitted to one half of a trace and evaluated on the other.
+
+    Whatever is repeatable may also be one list with commas.
+    """
+    from moeblaze_ref.core import figures
+    from moeblaze_ref.placement import bounds, joint, maps, methods, report, simulate
+    from moeblaze_ref.placement.synthetic import trace_or_synthetic
+
+    with user_errors():
+        pictures = figures.pictures(plots, PLOTS)
+        records.check_distinct({"--out": [out], "--record": [record], "--plots": pictures})
+        chosen = methods.named(method or ["all"])
+        routed = trace_or_synthetic(trace, synthetic, num_experts, model)
+        on = simulate.cluster(topology, gpus, d, h)
+        options = methods.Options(bounds.parse(experts_per_gpu), solver, time_limit, limit)
+        jobs = methods.jobs(routed, on, chosen, splits, options, tokens)
+        shown = (plots or record) and splits and "joint" in chosen
+        curve = methods.curve(routed, on, options, tokens=tokens) if shown else []
+        if out:
+            records.check_writable(out, maps.load, force)
+        if record:
+            provenance.check_place(record, "place", force)
+        if plots:
+            figures.check(plots, PLOTS, force)
+        trials = progress.run_with_bar("placing", jobs)
+        rows = methods.medians(trials)
+        if as_json:
+            print(json.dumps([row.as_dict() for row in rows], indent=1))
+        else:
+            stdout().print(report.table(rows, report.evaluated_on(splits, gpus, tokens)))
+        if out:
+            maps.save(out, methods.fastest_map(trials), force)
+        along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve), strict=False))
+        if plots:
+            written = figures.save_all(_drawn(trials, list(along.values())), plots, force)
+            print_plots(written)
+        if record:
+            named = trace.name if trace else f"synthetic {synthetic}"
+            asked = {"trace": named, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
+            asked |= {"solver": solver, "time_limit": time_limit, "limit": limit}
+            content = asked | report.content(rows, trials, along, tokens)
+            provenance.record(record, "place", content, force, (source_hashes.PLACEMENT,))
+
+
+def _drawn(trials, curve) -> dict:
+    """Return two figures of the first split: the load of every GPU, and load against crossings."""
+    from moeblaze_ref.placement import plots
+
+    first = [trial for trial in trials if trial.seed == trials[0].seed]
+    figures = plots.heat_map(first), plots.load_against_crossings(first, curve)
+    return dict(zip(PLOTS, figures, strict=True))

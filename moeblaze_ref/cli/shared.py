@@ -1,0 +1,73 @@
+"""Options, consoles and errors that several commands share."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from moeblaze_ref.core import records
+from moeblaze_ref.core.config import PRESETS
+from moeblaze_ref.runtime.simt import cache
+
+Presets = Annotated[
+    list[str] | None, typer.Option("--preset", help=f"all, or one of {', '.join(PRESETS)}; repeatable.")
+]
+Tokens = Annotated[int | None, typer.Option(help="L, in place of the preset's.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace a file that is there even if this command did not write it.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def file(text: str) -> Path:
+    """Parse an option that names a file to write."""
+    try:
+        return records.file_named(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def stdout() -> Console:
+    """Console for tables. Uses COLUMNS, or a fixed width when the output is a pipe."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+
+
+def print_text(text: str):
+    """Print on stdout without colors, markup or line breaks of Rich's own."""
+    stdout().print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def print_plots(written: list[Path], none: str = ""):
+    """Name the plots that a command wrote, on stderr."""
+    Console(stderr=True).print(f"plots: {', '.join(map(str, written)) or none}", soft_wrap=True)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn a wrong name, size or path into an error message without a traceback, and exit with status 2."""
+    with _one_line(ValueError, TypeError, OSError, cache.SimtUnavailable):
+        yield
+
+
+def cache_errors() -> AbstractContextManager[None]:
+    """Turn an unusable cache of compiled kernels into an error message without a traceback."""
+    return _one_line(cache.SimtUnavailable)
+
+
+@contextmanager
+def _one_line(*errors: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except errors as error:
+        print_error(str(error))
+        raise typer.Exit(2) from None
+
+
+def print_error(message: str):
+    """In red, on stderr, as it is: an array's [3] is no markup."""
+    Console(stderr=True).print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
