@@ -12,6 +12,8 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include "range.hpp"
+
 class Fiber {
   public:
     static constexpr size_t STACK_BYTES = 128 << 10;
@@ -39,7 +41,7 @@ class Fiber {
         ucontext_t context;
         getcontext(&context);
         context.uc_stack.ss_sp = stack_;
-        context.uc_stack.ss_size = STACK_BYTES;
+        context.uc_stack.ss_size = STACK_BYTES - colour();
         context.uc_link = nullptr;
         makecontext(&context, body_, 0);
         setcontext(&context);
@@ -49,9 +51,13 @@ class Fiber {
         if (!_setjmp(here_)) _longjmp(home, 1);
     }
 
-    bool owns(uint64_t address) const { return address - uint64_t(stack_) < STACK_BYTES; }
+    Range stack() const { return {uint64_t(stack_), STACK_BYTES}; }
 
   private:
+    // Stacks begin at the start of a page. Were they all used from there, the threads of a block would share a few
+    // lines of the cache.
+    size_t colour() const { return uint64_t(stack_) / 4096 % 32 * 192; }
+
     char* stack_;
     void (*body_)() = nullptr;
     bool started_ = false;

@@ -3,6 +3,7 @@
 // `locate(address, bytes)` gives the memory of a shared address, as the instructions count them.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -77,13 +78,12 @@ class Operand {
     // In rows of 128 bytes with their swizzle, which starts where the address is a multiple of 1024.
     bool readable() const { return descriptor_ >> 62 == 1 && (descriptor_ >> 49 & 7) == 0; }
 
-    // visit(row, k, element's 16 bits) for each of the rows.
+    // visit(row, k, eight elements): of eight rows from this one on if they lie along rows, else of one row from k on.
     template <class Locate, class Visit>
     void each(unsigned first, unsigned rows, Locate locate, Visit visit) const {
         for (unsigned i = 0; i < rows * 16; i += 8) {
             const unsigned row = along_rows_ ? i % rows : i / 16, k = along_rows_ ? i / rows : i % 16;
-            const auto* eight = static_cast<const uint16_t*>(locate(address(first + row, k), 16));
-            for (unsigned j = 0; j < 8; ++j) visit(row + (along_rows_ ? j : 0), k + (along_rows_ ? 0 : j), eight[j]);
+            visit(row, k, static_cast<const uint16_t*>(locate(address(first + row, k), 16)));
         }
     }
 
@@ -107,6 +107,15 @@ inline float to_float(uint16_t bits, bool bfloat16) {
     return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
 }
 
+inline std::array<float, 8> to_floats(const uint16_t* bits, bool bfloat16) {
+    std::array<float, 8> floats;
+    if (bfloat16)
+        for (unsigned j = 0; j < 8; ++j) floats[j] = to_float(bits[j], true);
+    else
+        for (unsigned j = 0; j < 8; ++j) floats[j] = to_float(bits[j], false);
+    return floats;
+}
+
 // A warp's 16 rows of a wgmma's product, in float32.
 struct WarpProduct {
     static constexpr unsigned ROWS = 16, DEPTH = 16, MAX_COLUMNS = 256;
@@ -115,12 +124,16 @@ struct WarpProduct {
 
     // warp: of the warpgroup.
     template <class Locate>
-    WarpProduct(const SimtWgmma& step, unsigned warp, Locate locate) : b{}, sums{} {
+    WarpProduct(const SimtWgmma& step, unsigned warp, Locate locate) : b{} {
         const Operand left(step.a, step.a_along_rows), right(step.b, step.b_along_rows);
-        left.each(warp * ROWS, ROWS, locate,
-                  [&](unsigned row, unsigned k, uint16_t bits) { a[row][k] = to_float(bits, step.bfloat16); });
-        right.each(0, step.columns, locate,
-                   [&](unsigned column, unsigned k, uint16_t bits) { b[k][column] = to_float(bits, step.bfloat16); });
+        left.each(warp * ROWS, ROWS, locate, [&](unsigned row, unsigned k, const uint16_t* bits) {
+            const auto eight = to_floats(bits, step.bfloat16);
+            for (unsigned j = 0; j < 8; ++j) (step.a_along_rows ? a[row + j][k] : a[row][k + j]) = eight[j];
+        });
+        right.each(0, step.columns, locate, [&](unsigned column, unsigned k, const uint16_t* bits) {
+            const auto eight = to_floats(bits, step.bfloat16);
+            for (unsigned j = 0; j < 8; ++j) (step.b_along_rows ? b[k][column + j] : b[k + j][column]) = eight[j];
+        });
         for (unsigned first = 0; first < step.columns; first += TILE)
             for (unsigned row = 0; row < ROWS; ++row) multiply(row, first);
     }

@@ -167,6 +167,11 @@ class Random {  // splitmix64
 struct Worker;
 __attribute__((tls_model("initial-exec"))) thread_local Worker* worker = nullptr;
 
+// Accesses that are not looked at: all, or those to the stack of the thread that runs. Most accesses are to it (a GPU
+// has registers for them), so this test alone stands before each.
+constexpr Range EVERYTHING{0, ~0ull};
+__attribute__((tls_model("initial-exec"))) thread_local Range unseen = EVERYTHING;
+
 void thread_body();
 
 // One operating-system thread's share of a launch: runs blocks one after another.
@@ -293,6 +298,7 @@ struct Worker {
         if (launch->seed) shuffle(lanes, ready);
         for (unsigned i = 0; i < ready && !failed; ++i) {
             current = pool[lanes[i]].get();
+            unseen = launch->checked ? current->fiber.stack() : EVERYTHING;
             current->fiber.resume(scheduler);
         }
         if (failed || !ready) return false;
@@ -372,7 +378,7 @@ struct Worker {
         void* lanes[WARP] = {};
         each_live_lane(first, [&](Thread& lane) { lanes[lane.lane] = lane.brought; });
         meeting = &first;
-        current = nullptr;  // what an exchange reads and writes is not the kernel's
+        unseen = EVERYTHING;  // what an exchange reads and writes is not the kernel's
         if (first.exchange) first.exchange(lanes);
         each_live_lane(first, [&](Thread& lane) { lane.state = State::READY; });
     }
@@ -603,11 +609,8 @@ struct Worker {
 
     // ---- memory accesses -----------------------------------------------------------------
 
-    // Most accesses are to a thread's own stack, which a GPU has registers for: they must cost next to nothing.
-    bool ignores(uint64_t address) const { return !current || !launch->checked || current->fiber.owns(address); }
-
     void access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
-        if (!ignores(address)) check(address, bytes, kind, instruction);
+        if (!unseen.holds(address)) check(address, bytes, kind, instruction);
     }
 
     __attribute__((noinline)) void check(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
@@ -647,7 +650,7 @@ struct Worker {
 
     // A GPU faults where the address is no multiple of the access's width, a power of two.
     void aligned_access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
-        if (ignores(address)) return;
+        if (unseen.holds(address)) return;
         if (address & (bytes - 1)) misaligned(address, bytes, kind, instruction);
         check(address, bytes, kind, instruction);
     }
@@ -661,6 +664,7 @@ struct Worker {
 
     // A struct of any size is moved in pieces that a GPU has instructions for.
     void range_access(uint64_t address, uint64_t bytes, SimtAccess kind, const void* instruction) {
+        if (unseen.holds(address, bytes)) return;
         while (bytes) {
             unsigned piece = 16;
             while (address & (piece - 1) || piece > bytes) piece /= 2;
@@ -787,6 +791,7 @@ struct Grid {
             mine->run_block(launch->blocks ? launch->blocks[number] : number);
         }
         worker = nullptr;
+        unseen = EVERYTHING;
         merge(*mine);
         workers().give_back(std::move(mine));
     }
@@ -843,11 +848,11 @@ int simt_barrier(SimtBlockOp op, int predicate, SimtSite site) {
 }
 
 void simt_access(const volatile void* address, unsigned bytes, SimtAccess access) {
-    if (worker) worker->aligned_access(uint64_t(address), bytes, access, __builtin_return_address(0));
+    worker->aligned_access(uint64_t(address), bytes, access, __builtin_return_address(0));
 }
 
 void simt_access_range(const void* address, uint64_t bytes, SimtAccess access, const void* instruction) {
-    if (worker) worker->range_access(uint64_t(address), bytes, access, instruction);
+    worker->range_access(uint64_t(address), bytes, access, instruction);
 }
 
 void simt_async_copy(void* shared, const void* global, unsigned bytes) {
@@ -958,12 +963,9 @@ int simt_launch(SimtLaunch* launch) {
 // ---- the thread sanitizer's callbacks ------------------------------------------------------
 
 // Each callback's return address names the instruction that accesses memory.
-#define REPORT(bytes, kind) \
-    if (worker) worker->access(uint64_t(p), unsigned(bytes), kind, __builtin_return_address(0))
-#define REPORT_ALIGNED(bytes, kind) \
-    if (worker) worker->aligned_access(uint64_t(p), bytes, kind, __builtin_return_address(0))
-#define REPORT_RANGE(kind) \
-    if (worker) worker->range_access(uint64_t(p), bytes, kind, __builtin_return_address(0))
+#define REPORT(bytes, kind) worker->access(uint64_t(p), unsigned(bytes), kind, __builtin_return_address(0))
+#define REPORT_ALIGNED(bytes, kind) worker->aligned_access(uint64_t(p), bytes, kind, __builtin_return_address(0))
+#define REPORT_RANGE(kind) worker->range_access(uint64_t(p), bytes, kind, __builtin_return_address(0))
 #define TSAN_CALLBACKS(bytes)                                                \
     void __tsan_read##bytes(void* p) { REPORT_ALIGNED(bytes, SIMT_READ); }   \
     void __tsan_write##bytes(void* p) { REPORT_ALIGNED(bytes, SIMT_WRITE); } \
@@ -980,10 +982,8 @@ void __tsan_write_range(void* p, unsigned long bytes) { REPORT_RANGE(SIMT_WRITE)
 #define TSAN_COPY(name)                                                                  \
     void* __tsan_##name(void* to, const void* from, unsigned long bytes) {               \
         const char* const after = static_cast<const char*>(__builtin_return_address(0)); \
-        if (worker) {                                                                    \
-            worker->range_access(uint64_t(from), bytes, SIMT_READ, after - 1);           \
-            worker->range_access(uint64_t(to), bytes, SIMT_WRITE, after);                \
-        }                                                                                \
+        worker->range_access(uint64_t(from), bytes, SIMT_READ, after - 1);               \
+        worker->range_access(uint64_t(to), bytes, SIMT_WRITE, after);                    \
         return name(to, from, bytes);                                                    \
     }
 TSAN_COPY(memcpy)
