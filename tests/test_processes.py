@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import conftest
 import processes
 import pytest
 
@@ -45,8 +44,9 @@ def test_a_process_that_ignores_the_signal_to_end_is_killed():
     assert process.returncode == -signal.SIGKILL
 
 
-def test_sigint_ends_a_process_though_the_tests_were_to_ignore_it():
+def test_sigint_ends_a_process_though_the_tests_were_to_ignore_it(pytestconfig):
     """As they do if a shell starts them in the background."""
+    conftest = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         conftest.pytest_configure()
