@@ -1191,7 +1191,7 @@ def multiplied(kernel, dtype, block, K, mask=MASK, **options):
 
 
 NAIVE_FILE, TILED_FILE, MMA_FILE, HOPPER_FILE = (f"block_sparse/{version}.cu" for version in raw.VERSIONS)
-STRUCTURES, ROWS, HIDDEN = (f"block_sparse/0_{name}.cu" for name in ("structures", "rows", "hidden"))
+STRUCTURES, ROWS, HIDDEN = (f"block_sparse/{name}.cu" for name in ("structures", "rows", "hidden"))
 SUMS, COMBINE = "expert_up/sum_rows.cu", "combine/2_vector.cu"
 TURNED = {"transpose_lhs": True}
 ODD, EVEN = ("float32", 3, 5), ("float32", 8, 20)
