@@ -1,18 +1,77 @@
 // A fiber: one CUDA thread's stack and the place where it stopped.
 //
-// makecontext starts a fiber once; every later switch is _setjmp/_longjmp, which saves no
-// signal mask and is several times cheaper than swapcontext. A fiber stays on the operating-
-// system thread that started it, so thread_local storage means the same before and after a switch.
+// A switch saves the registers that a function has to keep on the stack that it leaves, and takes those of the other
+// stack. setjmp and longjmp take longer, and macOS has no makecontext. A fiber stays on the operating-system
+// thread that started it, so thread_local storage means the same before and after a switch.
 #pragma once
-#include <csetjmp>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <new>
 #include <sys/mman.h>
-#include <ucontext.h>
 #include <unistd.h>
 
 #include "range.hpp"
+
+// Keeps the place where the caller is in *from, and goes on at the place `to`.
+extern "C" void simt_switch(uint64_t** from, uint64_t* to) asm("simt_switch");
+
+#if defined(__x86_64__)
+constexpr size_t SAVED_WORDS = 8, RETURN_WORD = 6;  // the last keeps the stack aligned as a call would
+asm(R"(
+    .text
+simt_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+#elif defined(__aarch64__)
+constexpr size_t SAVED_WORDS = 20, RETURN_WORD = 11;
+asm(R"(
+    .text
+simt_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp, #0]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp, #0]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+)");
+#else
+#error "the SIMT executor switches stacks on x86-64 and on aarch64 only"
+#endif
 
 class Fiber {
   public:
@@ -27,29 +86,16 @@ class Fiber {
     }
     Fiber(const Fiber&) = delete;
 
-    // The next resume() starts body from its beginning, whatever the fiber did before.
+    // The next resume() starts body, which never returns, from its beginning, whatever the fiber did before.
     void restart(void (*body)()) {
-        body_ = body;
-        started_ = false;
+        here_ = reinterpret_cast<uint64_t*>(stack_ + STACK_BYTES - colour()) - SAVED_WORDS;
+        std::fill_n(here_, SAVED_WORDS, 0);
+        here_[RETURN_WORD] = uint64_t(body);
     }
 
-    // Runs the fiber until it calls yield(), on behalf of the scheduler whose place is kept in home.
-    __attribute__((noinline)) void resume(jmp_buf& home) {
-        if (_setjmp(home)) return;
-        if (started_) _longjmp(here_, 1);
-        started_ = true;
-        ucontext_t context;
-        getcontext(&context);
-        context.uc_stack.ss_sp = stack_;
-        context.uc_stack.ss_size = STACK_BYTES - colour();
-        context.uc_link = nullptr;
-        makecontext(&context, body_, 0);
-        setcontext(&context);
-    }
-
-    __attribute__((noinline)) void yield(jmp_buf& home) {
-        if (!_setjmp(here_)) _longjmp(home, 1);
-    }
+    // Runs the fiber until it calls yield().
+    void resume() { simt_switch(&resumed_at_, here_); }
+    void yield() { simt_switch(&here_, resumed_at_); }
 
     Range stack() const { return {uint64_t(stack_), STACK_BYTES}; }
 
@@ -59,7 +105,5 @@ class Fiber {
     size_t colour() const { return uint64_t(stack_) / 4096 % 32 * 192; }
 
     char* stack_;
-    void (*body_)() = nullptr;
-    bool started_ = false;
-    jmp_buf here_;
+    uint64_t *here_ = nullptr, *resumed_at_ = nullptr;
 };

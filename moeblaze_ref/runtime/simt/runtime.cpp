@@ -192,7 +192,6 @@ struct Worker {
     uint64_t block_number = 0;
     Thread* current = nullptr;
     const Thread* meeting = nullptr;  // one of the lanes that exchange
-    jmp_buf scheduler;
     Random random{0};
     unsigned favourite = 0;
     size_t last_buffer = 0;
@@ -225,9 +224,12 @@ struct Worker {
     }
 
     // The faulting thread never runs again; its stack is abandoned, not unwound.
-    [[noreturn]] void stop() { _longjmp(scheduler, 1); }
+    [[noreturn]] void stop() {
+        yield();
+        __builtin_unreachable();  // a launch that failed resumes no thread
+    }
 
-    void yield() { current->fiber.yield(scheduler); }
+    void yield() { current->fiber.yield(); }
 
     // ---- a launch and its blocks ---------------------------------------------------------
 
@@ -299,7 +301,7 @@ struct Worker {
         for (unsigned i = 0; i < ready && !failed; ++i) {
             current = pool[lanes[i]].get();
             unseen = launch->checked ? current->fiber.stack() : EVERYTHING;
-            current->fiber.resume(scheduler);
+            current->fiber.resume();
         }
         if (failed || !ready) return false;
         if (!has_ready_lane(warp)) warps[warp].flush(buffers.data(), shared);
