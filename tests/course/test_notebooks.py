@@ -402,6 +402,8 @@ def test_python_is_shown_as_it_stands_without_the_sections_of_its_docstring():
     assert code.splitlines()[:3] == [*head, first] and "Parameters" not in code
     body = code.rpartition('"""\n')[2]
     assert "is_gated" in body and body in Path(layer_system.__file__).read_text()
+    (code,) = code_of(show_source(reference.route_indices))
+    assert "Down each expert's column" in code and "Parameters" not in code and "Section" not in code
 
 
 def test_a_function_with_a_contract_is_shown_with_it():
@@ -411,11 +413,6 @@ def test_a_function_with_a_contract_is_shown_with_it():
     line = gating.top_k.unchecked.__code__.co_firstlineno
     caption = f"`moeblaze_ref/backends/numpy_ref/gating.py, line {line}`\n"
     assert show_source(gating.top_k).data.startswith(caption)
-
-
-def test_prose_of_a_docstring_stays():
-    (code,) = code_of(show_source(reference.route_indices))
-    assert "Down each expert's column" in code and "Parameters" not in code and "Section" not in code
 
 
 def test_numba_kernels_and_methods_are_shown_too():
@@ -682,9 +679,6 @@ def test_the_steps_of_the_papers_example_appear_one_by_one():
     assert shown_numbers(steps[4])[20:30] == [5, 7, 0, 3, 1, 8, 4, 6, 2, 9]
     arrays = [5, 7, 0, 3, 1, 8, 4, 6, 2, 9], [3, 2, 2, 3], [0, 3, 5, 7, 10], [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]
     assert shown_numbers(steps[5])[30:] == sum(arrays, [])
-
-
-def test_other_examples_can_be_stepped_through():
     assert len(shown_numbers(drawn(dispatch.dispatch_steps(random_topk(3, 9, 1), 9, 5)))) == 3 * 5 + 9 + 10
 
 
@@ -1126,16 +1120,12 @@ def test_a_box_lies_in_shared_memory_as_the_kernels_place_it():
     np.testing.assert_array_equal(hopper.box_in_shared_memory(16), expected)
 
 
-@pytest.mark.parametrize("chunk", [0, 3, 7])
+@pytest.mark.parametrize("chunk", range(8))
 def test_the_swizzle_picture_spreads_a_column_over_the_banks(chunk):
     matrix, shared = drawn(hopper.swizzle_picture(chunk)).axes
     places = {text.get_text(): text.get_position()[0] - 0.5 for text in shared.texts}
     assert places == {f"row {row}": chunk ^ row % 8 for row in range(16)}
     assert {text.get_position()[0] for text in matrix.texts} == {chunk + 0.5}
-
-
-@pytest.mark.parametrize("chunk", range(8))
-def test_a_column_of_a_box_is_one_pass_if_it_is_swizzled(chunk):
     reads = hopper.column_reads(chunk)
     assert {name: read.wavefronts for name, read in reads.items()} == {"plain lines": 8, "swizzled": 1}
 

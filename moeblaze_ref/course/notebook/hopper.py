@@ -395,7 +395,7 @@ class Measured(NamedTuple):
     counters: results.Result
 
 
-def read_measured(ladder_file: Path = results.LADDER, counters_file: Path = results.COUNTERS) -> Measured:
+def read_measured() -> Measured:
     """Both files of results.
 
     Raises
@@ -403,7 +403,7 @@ def read_measured(ladder_file: Path = results.LADDER, counters_file: Path = resu
     FileNotFoundError, ValueError
         As `bench.results.load`.
     """
-    return Measured(results.load(ladder_file), results.load(counters_file))
+    return Measured(results.load(results.LADDER), results.load(results.COUNTERS))
 
 
 def first_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
