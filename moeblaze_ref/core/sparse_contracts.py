@@ -274,10 +274,10 @@ def _check_activate(a: Array, b: Array | None, activation: str, dtypes: Dtypes) 
         _check_blocks("b", b, a.shape[0], a.shape[2], (checks.dtype_of(a),))
 
 
-def _check_activate_backward(d_y: Array, a: Array, b: Array | None, activation: str, dtypes: Dtypes) -> None:
-    """As `_check_activate`, and d_y (nnz, block, block) belongs to them."""
+def _check_activate_backward(d_y_swi: Array, a: Array, b: Array | None, activation: str, dtypes: Dtypes) -> None:
+    """As `_check_activate`, and d_y_swi (nnz, block, block) belongs to them."""
     _check_activate(a, b, activation, dtypes)
-    _check_blocks("d_y", d_y, a.shape[0], a.shape[2], (checks.dtype_of(a),))
+    _check_blocks("d_y_swi", d_y_swi, a.shape[0], a.shape[2], (checks.dtype_of(a),))
 
 
 # Layers that copy rows into bins, those of fixed capacity too ---------------------------------------------------------
@@ -451,7 +451,7 @@ ACTIVATE = Contract(
 )
 ACTIVATE_BACKWARD = Contract(
     "Return the gradients of a and b, with act(a) computed again.",
-    (Tensor("d_y", "nnz block block", text="Gradient of y_swi"), A, B, ACTIVATION),
+    (Tensor("d_y_swi", "nnz block block", text="Gradient of y_swi"), A, B, ACTIVATION),
     (Tensor("d_a", "nnz block block"), Tensor("d_b", "nnz block block", optional=UNGATED)),
     "MegaBlocks, section 5.1; MoEBlaze, section 5: dB = dY * SiLU(A), dA = dY * B * SiLU'(A)",
     whole=_check_activate_backward,

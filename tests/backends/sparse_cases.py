@@ -481,7 +481,7 @@ def assert_rows(stage, dispatch, block, d, dtype):
 
 def assert_activation(stage, activation, nnz, block, dtype):
     rng = np.random.default_rng(0)
-    a, b, d_y = rng.standard_normal((3, nnz, block, block)).astype(dtype)
+    a, b, d_y_swi = rng.standard_normal((3, nnz, block, block)).astype(dtype)
     b = b if is_gated(activation) else None
     inputs = [a] if b is None else [a, b]
 
@@ -489,17 +489,17 @@ def assert_activation(stage, activation, nnz, block, dtype):
         return oracle.activate(a, b, activation)
 
     def gradient(which):
-        def backward(d_y, *inputs):
+        def backward(d_y_swi, *inputs):
             leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-            return torch.autograd.grad(forward(*leaves), leaves, d_y)[which]
+            return torch.autograd.grad(forward(*leaves), leaves, d_y_swi)[which]
 
         return backward
 
     assert_agrees(dtype, stage.activate(a, b, activation), forward, *inputs)
-    found = stage.activate_backward(d_y, a, b, activation)
+    found = stage.activate_backward(d_y_swi, a, b, activation)
     assert (found[1] is None) == (b is None)
     for which in range(len(inputs)):
-        assert_agrees(dtype, found[which], gradient(which), d_y, *inputs)
+        assert_agrees(dtype, found[which], gradient(which), d_y_swi, *inputs)
 
 
 def forward(stage, case, block):

@@ -476,7 +476,7 @@ def arguments(run, function):
     case, dtype, topology = LAYER.astype(run.dtype), run.dtype, TOPOLOGY  # (6, 8), of 5 blocks
     _, w1, w2, w3 = case.weights
     gates = positive(0, (BINS.L, BINS.k), np.promote_types(dtype, np.float32))
-    values, a, b, d_y = positive(0, (4, 5, 2, 2), dtype)
+    values, a, b, d_y_swi = positive(0, (4, 5, 2, 2), dtype)
     dispatch = GOLDEN["ragged groups, an empty expert in the middle"].dispatch
     layer = {"x": case.x, "w1": w1, "w2": w2, "w3": w3, "dispatch": dispatch, "gates": gates}
     taken = {
@@ -495,7 +495,7 @@ def arguments(run, function):
         "dds": {"lhs": positive(0, (3, 6), dtype), "values": values, "topology": topology}
         | {"transpose_lhs": False, "parts": 2},
         "activate": {"a": a, "b": b, "activation": "swiglu"},
-        "activate_backward": {"d_y": d_y, "a": a, "b": b, "activation": "swiglu"},
+        "activate_backward": {"d_y_swi": d_y_swi, "a": a, "b": b, "activation": "swiglu"},
         "forward": layer | {"activation": "swiglu", "block": 2},
     }
     if function == "backward":
@@ -606,9 +606,9 @@ BAD_INPUT = [
     ("activate", {"b": None}, ValueError, "b is None, but swiglu is gated: pass b"),
     ("activate", {"activation": "relu"}, ValueError, "relu is not gated: b must be None"),
     ("activate", {"activation": "SwiGlu"}, ValueError, "unknown activation 'SwiGlu'. Did you mean 'swiglu'"),
-    ("activate_backward", {"d_y": np.ones((4, 2, 2))}, ValueError, r"d_y has shape \(4, 2, 2\), but .* \(nnz=5"),
-    ("activate_backward", {"d_y": None}, TypeError, "d_y is a NoneType"),
-    ("activate_backward", {"d_y": with_nan}, ValueError, r"d_y\[4, 1, 1\] is nan"),
+    ("activate_backward", {"d_y_swi": np.ones((4, 2, 2))}, ValueError, r"d_y_swi has shape \(4, 2, 2\), .*\(nnz=5"),
+    ("activate_backward", {"d_y_swi": None}, TypeError, "d_y_swi is a NoneType"),
+    ("activate_backward", {"d_y_swi": with_nan}, ValueError, r"d_y_swi\[4, 1, 1\] is nan"),
     ("activate_backward", {"b": None}, ValueError, "b is None, but swiglu is gated"),
     ("forward", {"block": 0}, ValueError, "block is 0, but it must be >= 1"),
     ("forward", {"block": 2.5}, TypeError, "block is 2.5"),
@@ -1020,12 +1020,12 @@ def test_the_rows_ask_for_the_bytes_that_their_header_states(dtype, d):
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
 @pytest.mark.parametrize(("dtype", "block"), [("float32", 3), ("bfloat16", 8)])
 def test_the_activation_asks_for_the_bytes_that_its_header_states(dtype, block, activation):
-    a, b, d_y = positive(1, (3, 37, block, block), dtype)
+    a, b, d_y_swi = positive(1, (3, 37, block, block), dtype)
     b = b if is_gated(activation) else None
     executor = SimtExecutor()
     with executor.recording() as launches:
         on(executor, "2_tiled").activate(a, b, activation)
-        on(executor, "2_tiled").activate_backward(d_y, a, b, activation)
+        on(executor, "2_tiled").activate_backward(d_y_swi, a, b, activation)
     symbols = {"V": a.size, "s": a.itemsize, "G": 1 + is_gated(activation), "THREADS": gemm.THREADS}
     for launch in launches:
         assert_as_stated(launch, "block_sparse/hidden.cu", symbols | {"PACK": 1 if block == 3 else 16 // a.itemsize})
@@ -1396,7 +1396,7 @@ def test_the_numba_kernels_move_the_bytes_that_their_headers_state(activation, m
     topology = reference.build_topology(bins, h)
     x, y, gates = (positive(0, shape, "float32") for shape in ((L, d), (bins.P, d), (L, k)))
     one = sparse_of(mask_of(topology), block, d, "float32")
-    a, b, d_y = positive(1, (3, *one.values.shape), "float32")
+    a, b, d_y_swi = positive(1, (3, *one.values.shape), "float32")
     b = b if is_gated(activation) else None
     sizes = {"L": L, "d": d, "h": h, "E": E, "k": k, "R": L * k, "P": bins.P, "nnz": topology.nnz, "block": block}
     sizes |= {"THREADS": runtime.THREADS, "G": 1 if b is None else 2, "W": 0, "K": d, "N": E * h}
@@ -1430,7 +1430,7 @@ def test_the_numba_kernels_move_the_bytes_that_their_headers_state(activation, m
     launched(stage.dsd_kernel(False, True), M=bins.P, T=0)
     stage.activate(a, b, activation)
     launched(stage.activate_kernel(activation))
-    stage.activate_backward(d_y, a, b, activation)
+    stage.activate_backward(d_y_swi, a, b, activation)
     launched(stage.activate_backward_kernel(activation))
 
 

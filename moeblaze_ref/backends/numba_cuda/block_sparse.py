@@ -459,7 +459,7 @@ def activate_backward_kernel(activation):
     gated = is_gated(activation)
 
     @cuda.jit
-    def kernel(d_y, a, b, d_a, d_b):
+    def kernel(d_y_swi, a, b, d_a, d_b):
         """Take the gradient of every stored element back through the activation.
 
         Source        MegaBlocks, section 5.1; MoEBlaze, section 5: dB = dY * SiLU(A), dA = dY * B * SiLU'(A)
@@ -472,7 +472,7 @@ def activate_backward_kernel(activation):
         element = cuda.grid(1)
         number, i, j = element // (block * block), element // block % block, element % block
         if number < nnz:
-            d_value, a_value = d_y[number, i, j], a[number, i, j]
+            d_value, a_value = d_y_swi[number, i, j], a[number, i, j]
             if gated:
                 d_a[number, i, j] = d_value * b[number, i, j] * slope(a_value)
                 d_b[number, i, j] = d_value * act(a_value)
@@ -488,9 +488,9 @@ def activate(a, b, activation):
 
 
 @implements(sparse_contracts.ACTIVATE_BACKWARD, ARRAYS)
-def activate_backward(d_y, a, b, activation):
+def activate_backward(d_y_swi, a, b, activation):
     d_a, d_b = float32_output(a.shape), None if b is None else float32_output(b.shape)
-    operands = all_to_device(d_y, a, b)
+    operands = all_to_device(d_y_swi, a, b)
     launch(activate_backward_kernel(activation), blocks_for(d_a.size), THREADS, *operands, d_a, d_b)
     return to_caller(a, d_a, d_b)
 

@@ -191,8 +191,8 @@ def activate(a, b, activation):
 
 
 @implements(sparse_contracts.ACTIVATE_BACKWARD, ARRAYS)
-def activate_backward(d_y, a, b, activation):
-    return activation_stage.backward.unchecked(d_y, a, b, activation)
+def activate_backward(d_y_swi, a, b, activation):
+    return activation_stage.backward.unchecked(d_y_swi, a, b, activation)
 
 
 # The layer ------------------------------------------------------------------------------------------------------------

@@ -405,10 +405,10 @@ def _activate() -> NumbaCase:
 
 
 def _activate_backward() -> NumbaCase:
-    inputs = {name: values(THREADS, seed=seed) for seed, name in enumerate(("d_y", "a", "b"))}
-    d_y, a, b = (exactly(array)[None] for array in inputs.values())
-    d_a, d_b = reference.backward(d_y, a, b, "swiglu")
-    arguments = {name: STORED for name in ("d_y", "a", "b", "d_a", "d_b")}
+    inputs = {name: values(THREADS, seed=seed) for seed, name in enumerate(("d_y_swi", "a", "b"))}
+    d_y_swi, a, b = (exactly(array)[None] for array in inputs.values())
+    d_a, d_b = reference.backward(d_y_swi, a, b, "swiglu")
+    arguments = {name: STORED for name in ("d_y_swi", "a", "b", "d_a", "d_b")}
     given = {name: [(LINE, array)] for name, array in inputs.items()}
     expected, function = {"d_a": [(LINE, d_a)], "d_b": [(LINE, d_b)]}, block_sparse.activate_backward_kernel("swiglu")
     return _sparse("activate_backward", VALUES_PASS, function, given, expected, BLOCKS * B * B, **arguments)
