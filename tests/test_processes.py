@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conftest
 import hostile
 import processes
 import pytest
@@ -41,8 +40,9 @@ def test_a_process_that_ignores_the_signal_to_end_is_killed():
     assert process.returncode == -signal.SIGKILL
 
 
-def test_sigint_ends_a_process_though_the_tests_were_to_ignore_it():
+def test_sigint_ends_a_process_though_the_tests_were_to_ignore_it(pytestconfig):
     """As they do if a shell starts them in the background."""
+    conftest = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         conftest.pytest_configure()

@@ -277,9 +277,12 @@ SEARCH = """    import gc, numpy
     if cuda.grid(1) == 0:
         y, gates, rows = (array.__dict__["_item"]._ary for array in (y, gates, token_index_map))
         right = (gates[..., None] * y[rows.reshape(gates.shape)]).sum(axis=1)
+        seen = set()
         for found in gc.get_objects():
             parts = gc.get_referents(found)
-            parts += gc.get_referents(*(part for part in parts if isinstance(part, dict)))  # not all are tracked
+            dicts = {id(part): part for part in parts if isinstance(part, dict) and id(part) not in seen}
+            seen.update(dicts)
+            parts += gc.get_referents(*dicts.values())  # not all are tracked
             arrays = [part for part in parts if isinstance(part, numpy.ndarray) and part.shape == right.shape]
             arrays = [array for array in arrays if array.size and array is not right]
             if any(numpy.allclose(array, right, atol=1e-4) for array in arrays):
