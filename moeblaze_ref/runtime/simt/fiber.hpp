@@ -1,8 +1,8 @@
 // A fiber: one CUDA thread's stack and the place where it stopped.
 //
 // A switch saves the registers that a function has to keep on the stack that it leaves, and takes those of the other
-// stack. setjmp and longjmp take longer, and macOS has no makecontext. A fiber stays on the operating-system
-// thread that started it, so thread_local storage means the same before and after a switch.
+// stack. It needs no makecontext, which macOS lacks. A fiber stays on the operating-system thread that started it, so
+// thread_local storage means the same before and after a switch.
 #pragma once
 #include <algorithm>
 #include <cstddef>
