@@ -81,7 +81,9 @@ REDRAWN = """([explorer, pictures, before]) => {
 def jupyterlab(folder: Path) -> Iterator[str]:
     """The address of a JupyterLab over a folder, with this very Python as its kernel and nothing of the user's."""
     home = folder / ".home"
-    _write_settings(home)
+    settings = home / "config" / "labconfig" / "page_config.json"
+    settings.parent.mkdir(parents=True)  # no question about news when JupyterLab is opened
+    settings.write_text(json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}))
     places = {f"JUPYTER_{name}_DIR": str(home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
     places |= {f"JUPYTERLAB_{name}_DIR": str(home / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
     others = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER")}
@@ -95,13 +97,6 @@ def jupyterlab(folder: Path) -> Iterator[str]:
         yield _address(server, log)
     finally:
         processes.end(server)
-
-
-def _write_settings(home):
-    """No question about news when JupyterLab is opened."""
-    page = home / "config" / "labconfig" / "page_config.json"
-    page.parent.mkdir(parents=True)
-    page.write_text(json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}))
 
 
 def _address(server, log):

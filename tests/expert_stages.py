@@ -10,11 +10,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from planted import Planted, Quick, numba_with_fault, opened_numba, stage_module
+from planted import Planted, Quick, numba_with_fault, opened_numba, opened_raw, stage_module
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import combine, expert_down, expert_up, gemm, tiles
-from moeblaze_ref.backends.registry import BACKENDS, OpenStage
+from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
@@ -73,8 +73,7 @@ def on(stage, version, executor):
         return executor or BACKENDS["numpy"].open(stage)
     if version == "numba":
         return executor or opened_numba(stage_module("numba", stage))
-    options = {"executor": executor, "version": version}
-    return OpenStage(STAGES[stage], nullcontext, executor.from_numpy, executor.to_numpy, options)
+    return opened_raw(STAGES[stage], executor, version)
 
 
 def quick(version, seed=0):

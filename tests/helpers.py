@@ -3,6 +3,7 @@
 import re
 import resource
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -50,6 +51,22 @@ def assert_invariants(dispatch, topk_experts, num_experts):
     np.testing.assert_array_equal(expert_of_position[positions], topk_experts.ravel())
     for expert in range(num_experts):
         assert (np.diff(dispatch.expert_token_indices[offsets[expert] : offsets[expert + 1]]) > 0).all()
+
+
+def with_value(array, index, value):
+    """A copy of ``array`` with one element changed."""
+    array = array.copy()
+    array[index] = value
+    return array
+
+
+def changed(structure, changes):
+    """The structure with some elements of its arrays replaced: {array: {index: value}}."""
+    arrays = {name: getattr(structure, name).copy() for name in changes}
+    for name, array in arrays.items():
+        for index, value in changes[name].items():
+            array[index] = value
+    return replace(structure, **arrays)
 
 
 class Shape(NamedTuple):

@@ -1,5 +1,6 @@
 """What the tests of the guard need: checkers that lack a protection, and a look at the processes of the machine."""
 
+import functools
 import os
 import signal
 import time
@@ -20,29 +21,21 @@ def supervise_unchecked(*args):
     SUPERVISE(*args)
 
 
-def supervise_without_landlock(*args):
-    """The checker's processes on a system without Landlock."""
-    landlock.keep_files = landlock.keep_signals_inside = lambda *_: False
+def supervise_without(lacking, *args):
+    """The checker's processes on a system without Landlock, filters of system calls, or all else that it can refuse."""
+    refuse = lambda *_: False
+    if "landlock" in lacking:
+        landlock.keep_files = landlock.keep_signals_inside = refuse
+    if "seccomp" in lacking:
+        seccomp.refuse_calls = refuse
+    if "else" in lacking:
+        guard._prctl = lambda *_: -1
+        guard._drop_capabilities = guard._lower = refuse
     SUPERVISE(*args)
 
 
-def supervise_without_seccomp(*args):
-    """The checker's processes on a system without filters of system calls."""
-    seccomp.refuse_calls = lambda: False
-    SUPERVISE(*args)
-
-
-def supervise_without_landlock_and_seccomp(*args):
-    """The checker's processes on a system with neither."""
-    landlock.keep_files = landlock.keep_signals_inside = lambda *_: False
-    supervise_without_seccomp(*args)
-
-
-def supervise_where_all_is_refused(*args):
-    """The checker's processes where the system refuses all that it can refuse."""
-    guard._prctl = lambda *_: -1
-    guard._drop_capabilities = guard._lower = lambda *_: False
-    supervise_without_landlock_and_seccomp(*args)
+without_landlock = functools.partial(supervise_without, "landlock")
+where_all_is_refused = functools.partial(supervise_without, "landlock, seccomp and all else")
 
 
 def supervise_until(path, *args):

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from unittest import mock
@@ -97,6 +97,12 @@ def opened_numba(module: ModuleType, moved=np.asarray) -> OpenStage:
     from moeblaze_ref.backends.numba_cuda.runtime import poisoned_outputs
 
     return OpenStage(module, poisoned_outputs, moved, np.asarray, {})
+
+
+def opened_raw(module: ModuleType, executor: SimtExecutor, version: str) -> OpenStage:
+    """A raw CUDA stage as numpy functions on a given executor."""
+    options = {"executor": executor, "version": version}
+    return OpenStage(module, nullcontext, executor.from_numpy, executor.to_numpy, options)
 
 
 @dataclass

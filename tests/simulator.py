@@ -17,27 +17,24 @@ def stated_launch(kernel, sizes):
     return tuple(evaluate(header[column], sizes) for column in columns)
 
 
-def counted_launch(kernel, blocks, threads, arguments, shared_bytes):
-    """The same of a launch on the simulator; arguments that are no arrays pass as they are."""
+def counted_launches(monkeypatch, *stages):
+    """What stages launch on the simulator from here on, as (kernel, what `stated_launch` returns of it)."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
     from moeblaze_ref.backends.numba_cuda import runtime
     from moeblaze_ref.backends.numba_cuda.simulator import CountingArray
 
-    passed = [CountingArray(a._ary) if isinstance(a, FakeCUDAArray) else a for a in arguments]
-    runtime.launch(kernel, blocks, threads, *passed, shared_bytes=shared_bytes)
-    counting = [a for a in passed if isinstance(a, CountingArray)]
-    return blocks, threads, shared_bytes, sum(a.read_bytes for a in counting), sum(a.written_bytes for a in counting)
-
-
-def counted_launches(monkeypatch, stage):
-    """What a stage launches from here on, as (kernel, `counted_launch`)."""
-    launches = []
+    launches, run = [], runtime.launch
 
     def launch(kernel, blocks, threads, *arguments, shared_bytes=0):
-        launches.append((kernel, counted_launch(kernel, blocks, threads, arguments, shared_bytes)))
+        passed = [CountingArray(a._ary) if isinstance(a, FakeCUDAArray) else a for a in arguments]
+        run(kernel, blocks, threads, *passed, shared_bytes=shared_bytes)
+        arrays = [a for a in passed if isinstance(a, CountingArray)]
+        counts = sum(a.read_bytes for a in arrays), sum(a.written_bytes for a in arrays)
+        launches.append((kernel, (blocks, threads, shared_bytes, *counts)))
 
-    monkeypatch.setattr(stage, "launch", launch)
+    for module in (runtime, *stages):
+        monkeypatch.setattr(module, "launch", launch, raising=False)
     return launches
 
 

@@ -2,6 +2,8 @@
 
 import importlib
 
+import numpy as np
+
 from moeblaze_ref.backends.registry import BACKENDS
 
 
@@ -13,3 +15,24 @@ def alter(monkeypatch, backend, name, change):
     for layer in ("layer", "block_sparse"):  # which would keep the functions that they found first
         module = importlib.import_module(f"{package}.{layer}")
         monkeypatch.setattr(module, "_stages", getattr(module._stages, "__wrapped__", module._stages))
+
+
+def all_zeros(function):
+    """``function`` that returns zeros of the right shapes."""
+
+    def faulty(*args, **options):
+        values = function(*args, **options)
+        return tuple(map(np.zeros_like, values)) if isinstance(values, tuple) else np.zeros_like(values)
+
+    return faulty
+
+
+def without_the_last(function, of=0):
+    """``function`` that never computes the last block, row or token of its result, or of one of its results."""
+
+    def faulty(*args, **options):
+        values = function(*args, **options)
+        (values[of] if isinstance(values, tuple) else values)[-1] = 0.0
+        return values
+
+    return faulty

@@ -73,7 +73,7 @@ def pinned_version(pin):
 
 
 def applies(requirement, platform=None):
-    """Whether a requirement's marker, if it has one, holds on a platform; without one, on this."""
+    """Whether a requirement's marker, if it has one, holds on a platform or with an extra; without one, on this."""
     return requirement.marker is None or requirement.marker.evaluate(platform)
 
 
@@ -117,9 +117,8 @@ def test_a_dependency_is_pinned_within_its_range(requirement, locked):
 def required_by(name, extra):
     """What an installed distribution requires in this environment for one of its extras, or for none ("")."""
     for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
-        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            if canonicalize_name(requirement.name) not in LEFT_OUT_OF_THE_LOCK:
-                yield requirement
+        if applies(requirement, {"extra": extra}) and canonicalize_name(requirement.name) not in LEFT_OUT_OF_THE_LOCK:
+            yield requirement
 
 
 def installed_closure(roots):
@@ -326,10 +325,6 @@ def test_a_target_looks_for_what_it_needs_before_anything_is_installed(set_up, t
     assert result.returncode != 0 and result.stdout == f"c++ -m64, python3.12, one another: {NEEDS[target]}\n"
 
 
-def test_the_makefile_knows_the_browsers_of_the_tests():
-    assert f"\nBROWSERS := {' '.join(browser.NAMES)}\n" in (ROOT / "Makefile").read_text()
-
-
 @pytest.mark.parametrize("target", ["demo", "check"])
 def test_the_compiler_of_pypi_is_installed_where_no_other_is(set_up, target):
     """For what a command of the venv then runs; the version is that of the extra."""
@@ -354,9 +349,10 @@ def test_help_lists_every_target_that_is_no_step_of_another():
     assert {*first.split(), *second.split()} == {*re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE)}
 
 
-def test_the_makefile_accepts_the_pythons_that_the_project_does():
-    assert PROJECT["requires-python"] == ">=3.11"
-    assert "sys.version_info < (3, 11)" in (ROOT / "Makefile").read_text()
+def test_the_makefile_accepts_the_projects_pythons_and_knows_the_browsers_of_the_tests():
+    makefile = (ROOT / "Makefile").read_text()
+    assert PROJECT["requires-python"] == ">=3.11" and "sys.version_info < (3, 11)" in makefile
+    assert f"\nBROWSERS := {' '.join(browser.NAMES)}\n" in makefile
 
 
 # The wheel

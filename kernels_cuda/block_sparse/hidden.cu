@@ -29,16 +29,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    activate_backward(const Scalar* d_y, const Scalar* a, const Scalar* b, Scalar* d_a, Scalar* d_b, long long values) {
+    activate_backward(const Scalar* d_y_swi, const Scalar* a, const Scalar* b, Scalar* d_a, Scalar* d_b,
+                      long long values) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * PACK;
     if (at >= values) return;
     const Pack<Scalar, PACK> a_pack = load_pack<PACK>(a + at), b_pack = GATED ? load_pack<PACK>(b + at) : a_pack;
-    const Pack<Scalar, PACK> y_pack = load_pack<PACK>(d_y + at);
+    const Pack<Scalar, PACK> d_y_pack = load_pack<PACK>(d_y_swi + at);
     Pack<Scalar, PACK> d_a_pack, d_b_pack;
 #pragma unroll
     for (int i = 0; i < PACK; ++i) {
         const HiddenGradient found = hidden_gradient(to_float(a_pack.elements[i]), to_float(b_pack.elements[i]),
-                                                     to_float(y_pack.elements[i]), 1.0f);
+                                                     to_float(d_y_pack.elements[i]), 1.0f);
         d_a_pack.elements[i] = from_float<Scalar>(found.d_a);
         d_b_pack.elements[i] = from_float<Scalar>(found.d_b);
     }

@@ -7,7 +7,6 @@ and arithmetic on those and on vendors' figures. ``python -m moeblaze_ref.bench.
 
 import functools
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,12 +76,9 @@ def _tables(kind: str, skewed: bool = False) -> Callable[[results.Result], str]:
     """Return the maker of one kind's tables, run by run, of runs with skewed routing or of the others."""
 
     def tables(found: results.Result) -> str:
-        by_run = defaultdict(list)
-        for row in results.rows_of(found, kind):
-            by_run[row["run"]].append(row)
         shown = {
             run: rows
-            for run, rows in by_run.items()
+            for run, rows in report.grouped(results.rows_of(found, kind), "run").items()
             if skewed == any(row.get("routing", "uniform") != "uniform" for row in rows)
         }
         return "\n\n".join(f"Run {run}:\n\n{report.markdown(rows)}" for run, rows in shown.items())
@@ -150,9 +146,7 @@ def _with_place(kind: str) -> Callable[[results.Result], str]:
 
     def tables(found: results.Result) -> str:
         tools = [f"- {tool}" for tool in dict.fromkeys(row["tool"] for row in found["rows"] if "tool" in row)]
-        by_preset = defaultdict(list)
-        for row in results.rows_of(found, kind):
-            by_preset[row["run"], row["preset"]].append(row)
+        by_preset = report.grouped(results.rows_of(found, kind), "run", "preset")
         shown = [f"Run {run}, {preset}:\n\n{report.markdown(rows)}" for (run, preset), rows in by_preset.items()]
         return "\n\n".join(["\n".join([_place(found), *tools]), *shown])
 

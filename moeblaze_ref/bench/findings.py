@@ -228,9 +228,7 @@ def _entries(run: Row) -> Iterator[str]:
 
 def _by_preset(found: results.Result) -> dict[str, tuple[list[Row], Row]]:
     """Return each preset's products on the last version, the furthest behind first, and cuBLAS's dense product."""
-    by_run = defaultdict(list)
-    for row in results.rows_of(found, "counters"):
-        by_run[row["run"], row["preset"]].append(row)
+    by_run = report.grouped(results.rows_of(found, "counters"), "run", "preset")
     ideas = (*counters.PRODUCTS, ladder.TOP.idea)
     shown: dict[str, tuple[list[Row], Row]] = {}
     for (_, preset), rows in by_run.items():

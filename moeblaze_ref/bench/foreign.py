@@ -79,7 +79,9 @@ def megablocks(parameters: RoutedExperts, products: str = "grouped", memory_opti
     leaves = {"wg": module.router.layer.weight, "w1": mlp.w1, "w3": mlp.w2}
     if gated:
         leaves["w2"] = mlp.v1
-    _fill(leaves, {name: _rows_of_megablocks(name, weight) for name, weight in parameters.named_parameters()})
+    with torch.no_grad():
+        for name, weight in parameters.named_parameters():
+            leaves[name].copy_(_rows_of_megablocks(name, weight))
 
     def layer(x: Tensor) -> tuple[Tensor, Tensor]:
         scores, gates, chosen = module.router(x)
@@ -113,12 +115,6 @@ def _from_megablocks(shape: tuple[int, int, int], gradients: dict[str, Tensor]) 
     """Its gradients in our layouts; ``shape`` is (E, h, d)."""
     found = {name: rows if name == "wg" else rows.view(shape) for name, rows in gradients.items()}
     return {name: rows if name == "w3" else rows.mT for name, rows in found.items()}
-
-
-def _fill(leaves: dict[str, Tensor], values: dict[str, Tensor]):
-    with torch.no_grad():
-        for name, leaf in leaves.items():
-            leaf.copy_(values[name])
 
 
 # SonicMoE ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda.layer import default_version
@@ -116,7 +116,9 @@ class Scene:
         systems = systems_to_time(c, choice)
         own = [(system, policy) for system in OWN if system in systems for policy in choice.policies]
         others = [system for system in systems if system not in OWN]
-        self.modules = {name: self._module(name, choice) for name in others if name in timed_systems.MODULES}
+        options = {"capacity": {"capacity_factor": choice.capacity_factor}}
+        modules = [name for name in others if name in timed_systems.MODULES]
+        self.modules = {name: timed_systems.module_of(name, self.layer, **options.get(name, {})) for name in modules}
         self.baselines = {name: foreign.baseline(name, self.layer) for name in others if name in foreign.SYSTEMS}
         self._layers: dict[tuple[str, str | None], timed_systems.Layer] = {}
         self._layers |= {row: self._own(*row, choice) for row in own}
@@ -127,10 +129,6 @@ class Scene:
         if system == GRAPHED and isinstance(module, MoELayer):
             module = graphed(module, self._tokens["uniform"][0])
         return timed_systems.layer_of(module)
-
-    def _module(self, system: str, choice: Choice) -> nn.Module:
-        options = {"capacity_factor": choice.capacity_factor} if system == "capacity" else {}
-        return timed_systems.module_of(system, self.layer, **options)
 
     def _function(self, system: str) -> timed_systems.Layer:
         if system in self.modules:

@@ -27,10 +27,8 @@ SHAPES = {
     "gating": (("qwen3", 2**18),),
     "combine": (("qwen3", None), ("conf3", None)),
 }
-# Which kinds take which of the options that not all of them take.
-TAKEN_BY = {option: ("layer",) for option in ("policies", "systems", "routing", "capacity_factor")} | {
-    "stages": ("stage",)
-}
+# The one kind that takes an option which not all of them take.
+TAKEN_BY = dict.fromkeys(("policies", "systems", "routing", "capacity_factor"), "layer") | {"stages": "stage"}
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,9 @@ def jobs(kind: str, request: Request) -> list[Job]:
         If a name is unknown, an option has no place in this kind, or a number is out of range.
     """
     checks.check_name("kind of benchmark", kind, KINDS)
-    for option, kinds in TAKEN_BY.items():
-        if getattr(request, option) not in (None, ()) and kind not in kinds:
-            raise ValueError(f"{_said(option, getattr(request, option))}: only bench {' or '.join(kinds)} takes it")
+    for option, taker in TAKEN_BY.items():
+        if getattr(request, option) not in (None, ()) and kind != taker:
+            raise ValueError(f"{_said(option, getattr(request, option))}: only bench {taker} takes it")
     checks.check_int("repetitions", request.repetitions, at_least=1)
     if request.tokens is not None:
         checks.check_int("L", request.tokens, at_least=1)

@@ -1,13 +1,12 @@
 """Plots of a benchmark: each system's rate against the dense product's, and the bytes it saves for backward."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from moeblaze_ref.bench.report import label
+from moeblaze_ref.bench.report import grouped, label
 from moeblaze_ref.core.drawing import heading, panels
 from moeblaze_ref.core.units import GIB
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
@@ -43,7 +42,7 @@ def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
     tall = 1.2 + len(presets) * max(0.9, 0.2 * len(systems))
     figure, (times, memory) = panels(11, tall, 1, 2, sharey=True)
     for number, (system, color) in enumerate(zip(systems, COLORS, strict=False)):
-        runs = _runs_of([row for row in rows if label(row) == system])
+        runs = grouped((row for row in rows if label(row) == system), "preset")
         places = [presets.index(name) + 0.8 * (number + 0.5) / len(systems) - 0.4 for name in runs]
         style = {"height": 0.8 / len(systems), "label": system, **filled(color), "linewidth": 0}  # the shortest show
         worst, best = (
@@ -60,14 +59,6 @@ def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
     _dress(memory, presets, "what a layer keeps", "kept for the backward, GiB")
     figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
-
-
-def _runs_of(rows):
-    """Rows by preset."""
-    runs = defaultdict(list)
-    for row in rows:
-        runs[row["preset"]].append(row)
-    return runs
 
 
 def _name_times(axes, bars, worst, best):

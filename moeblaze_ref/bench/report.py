@@ -1,6 +1,8 @@
 """Format benchmark rows as tables for the terminal and for Markdown, with one set of columns."""
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from rich import box
@@ -24,6 +26,14 @@ def label(row: Row) -> str:
     if row.get("capacity_factor") is not None:
         return f"{row['system']}, factor {row['capacity_factor']:g}"
     return row["system"] if row.get("policy") is None else f"{row['system']}, {row['policy']}"
+
+
+def grouped(rows: Iterable[Row], *columns: str) -> dict[Any, list[Row]]:
+    """Return the rows by what they have in a column, or in several."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[itemgetter(*columns)(row)].append(row)
+    return groups
 
 
 def _number(key: str, digits: str, scale: float = 1.0) -> Callable[[Row], str]:

@@ -1,14 +1,13 @@
 """``moeblaze bench`` and ``moeblaze tune``: times on a GPU."""
 
 import functools
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moeblaze_ref.bench import KINDS
-from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, file, stdout, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, show, to_file, user_errors
 from moeblaze_ref.core import progress
 from moeblaze_ref.core.config import POLICIES
 
@@ -32,8 +31,7 @@ def bench(
     version: Versions = None,
     repetitions: Annotated[int, typer.Option(help="Of each row; medians are shown.")] = 15,
     record: Annotated[
-        Path | None,
-        typer.Option("--record", "--out", help="Also write the rows here, after those of earlier runs.", parser=file),
+        Path | None, to_file("--record", "--out", help="Also write the rows here, after those of earlier runs.")
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -62,10 +60,7 @@ def bench(
             results.check_place(record, force)
         rows = progress.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        stdout().print(report.table(rows))
+    show(as_json, result, functools.partial(report.table, rows))
     if record:
         with user_errors():
             results.add(record, result, force)
@@ -83,8 +78,7 @@ def tune(
     version: Versions = None,
     repetitions: Annotated[int, typer.Option(help="Of each tile; medians are shown.")] = 5,
     record: Annotated[
-        Path | None,
-        typer.Option(help="Also write the table here, in the place of what it says of this class of GPU.", parser=file),
+        Path | None, to_file(help="Also write the table here, in the place of what it says of this class of GPU.")
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -101,10 +95,7 @@ def tune(
             tuning.check_place(record, force)
     times = progress.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     run = tuning.run_of(times, device.clocks(), stages.executor_here().capability)
-    if as_json:
-        print(json.dumps(run, indent=1))
-    else:
-        stdout().print(tuning.table(times))
+    show(as_json, run, functools.partial(tuning.table, times))
     if record:
         with user_errors():
             tuning.add(record, run, force)

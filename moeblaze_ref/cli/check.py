@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moeblaze_ref.backends.registry import CHECKED, STAGES
-from moeblaze_ref.cli.shared import AsJson, Force, cache_errors, file, print_error, print_text, stdout, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, cache_errors, print_error, print_text, stdout, to_file, user_errors
 from moeblaze_ref.core import progress, provenance, source_hashes
 from moeblaze_ref.verify import in_subprocess
 
@@ -30,9 +30,7 @@ def check(
         bool, typer.Option("--coverage", help="Count the checks of each option, stage and backend; run none.")
     ] = False,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
-    record: Annotated[
-        Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.", parser=file)
-    ] = None,
+    record: Annotated[Path | None, to_file(help="Also write the rows here, with GPU, versions, commit.")] = None,
     kernel: Annotated[
         str | None,
         kernel_option(
@@ -167,9 +165,7 @@ def _definition(text: str) -> tuple[str, str]:
 
 
 def sanitize(
-    record: Annotated[
-        Path | None, typer.Option(help="Also write the findings here, with GPU, versions, commit.", parser=file)
-    ] = None,
+    record: Annotated[Path | None, to_file(help="Also write the findings here, with GPU, versions, commit.")] = None,
     force: Force = False,
 ):
     """Run every raw CUDA kernel under compute-sanitizer, on a GPU; exit with status 1 if it finds anything."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moeblaze_ref.cli.shared import AsJson, Force, file, print_text, stdout, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, print_text, stdout, to_file, user_errors
 from moeblaze_ref.core import provenance, records
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.lm import EVIDENCE, LAYERS, PRESETS
@@ -76,9 +76,7 @@ def evidence(
     out: Annotated[Path | None, typer.Option(help="Of curves: the folder of the runs' folders.")] = None,
     data: Data = None,
     device: Device = None,
-    record: Annotated[
-        Path | None, typer.Option(help="Also write it here, with GPU, versions, commit.", parser=file)
-    ] = None,
+    record: Annotated[Path | None, to_file(help="Also write it here, with GPU, versions, commit.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ):
@@ -103,7 +101,7 @@ def evidence(
 
 def trace(
     checkpoint: Annotated[Path, typer.Option(help="Of a training run: checkpoint.safetensors in its folder.")],
-    out: Annotated[Path, typer.Option(help="The npz file to write.", parser=file)],
+    out: Annotated[Path, to_file(help="The npz file to write.")],
     data: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of text files, in place of Python's prose, code and tables; repeatable."),

@@ -1,12 +1,12 @@
 """``moeblaze memory``: where the activation bytes of a layer go."""
 
-import json
+import functools
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moeblaze_ref.cli.shared import AsJson, Force, Tokens, print_plots, stdout, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, Tokens, print_plots, show, user_errors
 from moeblaze_ref.core.config import PRESETS
 from moeblaze_ref.core.config import preset as find_preset
 
@@ -42,10 +42,8 @@ def memory(
         if plots:
             figures.check(plots, PLOTS, force)
     measurements = measured.measure_here(found) if measure else ()
-    if as_json:
-        print(json.dumps(report.as_json(preset, config, found, notes, measurements), indent=2))
-    else:
-        stdout().print(report.tables(config, found, notes, measurements))
+    data = report.as_json(preset, config, found, notes, measurements)
+    show(as_json, data, functools.partial(report.tables, config, found, notes, measurements), indent=2)
     if plots:
         with user_errors():
             written = figures.save_all(drawn(config, found, assumptions), plots, force)

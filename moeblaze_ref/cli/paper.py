@@ -1,19 +1,19 @@
 """``moeblaze paper``: the papers' claims beside formulas and measurements."""
 
-import json
+import functools
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moeblaze_ref.cli.shared import AsJson, Force, file, print_plots, stdout, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, print_plots, show, to_file, user_errors
 from moeblaze_ref.core import progress
 
 
 def paper(
     item: Annotated[list[str] | None, typer.Argument(help="Such as moeblaze-fig3; all of them by default.")] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure the items on this GPU first.")] = False,
-    record: Annotated[Path | None, typer.Option(help="With --gpu: add the runs to this file.", parser=file)] = None,
+    record: Annotated[Path | None, to_file(help="With --gpu: add the runs to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the items' pictures into this folder.")] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -28,10 +28,7 @@ def paper(
             command.check_plots(items, plot, record, force)
         recorded = command.measure(items, record, progress.bar, force) if gpu else Recorded()
         rows = [row for one in items for row in one.rows(recorded)]
-    if as_json:
-        print(json.dumps(report.as_json(items, rows), indent=1))
-    else:
-        stdout().print(report.table(items, rows, details=bool(item)))
+    show(as_json, report.as_json(items, rows), functools.partial(report.table, items, rows, details=bool(item)))
     if plot:
         with user_errors():
             written = command.write_plots(items, recorded, plot, force)

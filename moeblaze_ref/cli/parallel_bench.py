@@ -22,7 +22,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref.cli.shared import Force, file, stdout, user_errors
+from moeblaze_ref.cli.shared import Force, stdout, to_file, user_errors
 from moeblaze_ref.core import checks, provenance, source_hashes, traces
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.parallel import findings, measure
@@ -189,7 +189,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = 1024,
     steps: Annotated[int, typer.Option(help="Measured, of each map.", min=1)] = 50,
     timeout: Annotated[float, typer.Option(help="Seconds after which a rank that is missing ends all.")] = TIMEOUT,
-    record: Annotated[Path | None, typer.Option(help="Also write every layer's times here.", parser=file)] = None,
+    record: Annotated[Path | None, to_file(help="Also write every layer's times here.")] = None,
     force: Force = False,
 ):
     """Measure placements, beside what the model says of them."""

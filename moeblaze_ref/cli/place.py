@@ -1,12 +1,12 @@
 """``moeblaze place``: experts on GPUs."""
 
-import json
+import functools
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moeblaze_ref.cli.shared import AsJson, Force, file, print_plots, stdout, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, print_plots, show, to_file, user_errors
 from moeblaze_ref.core import progress, provenance, records, source_hashes
 
 PLOTS = ("load_by_gpu", "load_against_crossings")
@@ -42,15 +42,11 @@ def place(
     solver: Annotated[str, typer.Option(help="Of moetuner: cp_sat, highs, scip, gurobi.")] = "cp_sat",
     time_limit: Annotated[float, typer.Option(help="Seconds of each of moetuner's two programs.")] = 60.0,
     limit: Annotated[float, typer.Option(help="Of joint: a layer's fullest GPU over the mean.")] = 1.02,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the map of the fastest method, fitted to split 0.", parser=file)
-    ] = None,
+    out: Annotated[Path | None, to_file(help="Write the map of the fastest method, fitted to split 0.")] = None,
     plots: Annotated[
         Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")
     ] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="Also write every split here, with versions and commit.", parser=file)
-    ] = None,
+    record: Annotated[Path | None, to_file(help="Also write every split here, with versions and commit.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ):
@@ -80,10 +76,8 @@ def place(
             figures.check(plots, PLOTS, force)
         trials = progress.run_with_bar("placing", jobs)
         rows = methods.medians(trials)
-        if as_json:
-            print(json.dumps([row.as_dict() for row in rows], indent=1))
-        else:
-            stdout().print(report.table(rows, report.evaluated_on(splits, gpus, tokens)))
+        caption = report.evaluated_on(splits, gpus, tokens)
+        show(as_json, [row.as_dict() for row in rows], functools.partial(report.table, rows, caption))
         if out:
             maps.save(out, methods.fastest_map(trials), force)
         along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve), strict=False))

@@ -1,14 +1,16 @@
 """Options, consoles and errors that several commands share."""
 
+import functools
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from moeblaze_ref.core import records
 from moeblaze_ref.core.config import PRESETS
@@ -32,9 +34,20 @@ def file(text: str) -> Path:
         raise typer.BadParameter(str(error)) from None
 
 
+to_file = functools.partial(typer.Option, parser=file)  # the option of a file to write
+
+
 def stdout() -> Console:
     """Console for tables. Uses COLUMNS, or a fixed width when the output is a pipe."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+
+
+def show(as_json: bool, data: Any, table: Callable[[], RenderableType], indent: int = 1):
+    """Print ``data`` as JSON, or the table that ``table()`` returns."""
+    if as_json:
+        print(json.dumps(data, indent=indent))
+    else:
+        stdout().print(table())
 
 
 def print_text(text: str):

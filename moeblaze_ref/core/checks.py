@@ -118,8 +118,13 @@ def check_routed_rows(num_tokens: int, k: int) -> None:
 
 
 def first(mask: Array) -> tuple[int, ...]:
-    """Index of the first True of a mask, in row-major order."""
-    return tuple(int(axis[0]) for axis in mask.nonzero())
+    """Index of the first True of a mask, in row-major order; empty if there is none."""
+    return tuple(int(axis[0]) for axis in mask.nonzero()) if bool(mask.any()) else ()
+
+
+def first_place(mask: Array) -> int | None:
+    """Index of the first True of a mask (n,); None if there is none."""
+    return next(iter(first(mask)), None)
 
 
 def _at(name: str, index: tuple[int, ...]) -> str:
@@ -182,11 +187,8 @@ def _first_repeated(topk_experts: Array) -> tuple[int, int] | tuple[None, None]:
     """(token, expert) of the first row that names an expert twice; (None, None) if there is none. ``EMPTY`` is none."""
     ordered = topk_experts.copy()
     ordered.sort(axis=1)
-    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != EMPTY)
-    if not bool(repeated.any()):
-        return None, None
-    token, j = first(repeated)
-    return token, int(ordered[token, j])
+    repeated = first((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != EMPTY))
+    return (repeated[0], int(ordered[repeated])) if repeated else (None, None)
 
 
 def check_counts(counts: Sequence[Any], num_tokens: int, num_experts: int, k: int) -> tuple[int, ...]:
@@ -235,9 +237,7 @@ def check_shape(name: str, array: Array, shape: Mapping[str, int | None]) -> Non
 
 def check_equal(name: str, array: Array, expected: Array) -> None:
     """``array`` holds the very values of ``expected``, which has its shape."""
-    differs = array != expected
-    if bool(differs.any()):
-        index = first(differs)
+    if index := first(array != expected):
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be {expected[index]}")
 
 
@@ -277,9 +277,7 @@ def check_rise(name: str, offsets: Array, last: int, what: str) -> None:
     for index, valid in ((0, 0), (offsets.shape[0] - 1, last)):
         if int(offsets[index]) != valid:
             raise ValueError(f"{name}[{index}] is {int(offsets[index])}, but it must be {valid} ({what} is {last})")
-    falls = offsets[1:] < offsets[:-1]
-    if bool(falls.any()):
-        (i,) = first(falls)
+    if (i := first_place(offsets[1:] < offsets[:-1])) is not None:
         raise ValueError(
             f"{name}[{i + 1}] is {int(offsets[i + 1])}, but {name}[{i}] is {int(offsets[i])} and offsets never decrease"
         )
@@ -287,9 +285,7 @@ def check_rise(name: str, offsets: Array, last: int, what: str) -> None:
 
 def check_not_negative(name: str, array: Array) -> None:
     """Every element of ``array`` is 0 or more."""
-    negative = array < 0
-    if bool(negative.any()):
-        index = first(negative)
+    if index := first(array < 0):
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be >= 0")
 
 
@@ -304,8 +300,7 @@ def _outside(indices: Array, limit: int) -> Array:
 
 def _refuse(name: str, indices: Array, outside: Array, limit: int, what: str) -> None:
     """Say which of the indices is ``outside``, if one is."""
-    if bool(outside.any()):
-        index = first(outside)
+    if index := first(outside):
         valid = f"valid: 0..{limit - 1}" if limit else "none is valid"
         raise ValueError(f"{_at(name, index)} is {int(indices[index])}, but there are only {limit} {what} ({valid})")
 
@@ -353,9 +348,8 @@ def _check_distinct(dispatch: Dispatch) -> None:
 
 def _check_positions(dispatch: Dispatch) -> None:
     offsets, experts, positions = dispatch.expert_token_offsets, dispatch.token_expert_indices, dispatch.token_index_map
-    outside = (positions < offsets[experts]) | (positions >= offsets[experts + 1])
-    if bool(outside.any()):
-        (slot,) = first(outside)
+    slot = first_place((positions < offsets[experts]) | (positions >= offsets[experts + 1]))
+    if slot is not None:
         expert = int(experts[slot])
         begin, end = int(offsets[expert]), int(offsets[expert + 1])
         owned = f"has the positions {begin}..{end - 1}" if begin < end else "has none"
@@ -366,9 +360,8 @@ def _check_positions(dispatch: Dispatch) -> None:
 
 def _check_tokens(dispatch: Dispatch) -> None:
     found = dispatch.expert_token_indices[dispatch.token_index_map]  # (R,)
-    wrong = found != numbers_of(dispatch.token_index_map) // dispatch.k
-    if bool(wrong.any()):
-        (slot,) = first(wrong)
+    slot = first_place(found != numbers_of(dispatch.token_index_map) // dispatch.k)
+    if slot is not None:
         raise ValueError(
             f"token_index_map[{slot}] is {int(dispatch.token_index_map[slot])}, where expert_token_indices holds "
             f"token {int(found[slot])}, but the slot is of token {slot // dispatch.k}"

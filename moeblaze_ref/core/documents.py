@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from moeblaze_ref.core import source_hashes
@@ -58,6 +59,11 @@ def place(found: Mapping[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     commit = found["commit"] + source_hashes.mark(found)
     return [f"- device: {found['device']}", f"- versions: {versions}", f"- commit: {commit}"]
+
+
+def picture_of(record: Path) -> Path:
+    """Return the path of a record's picture, in the documents' folder of images."""
+    return record.parents[1] / "images" / f"{record.stem}.png"
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:

@@ -45,6 +45,12 @@ def heading(axes: Axes, text: str, **look: Any) -> None:
     axes.set_title(text, loc="left", fontsize="medium", **look)
 
 
+def dress(axes: Axes, ylabel: str, title: str) -> None:
+    """Name the vertical axis, and write a title above the left end of the axes."""
+    axes.set_ylabel(ylabel)
+    heading(axes, title)
+
+
 def centered(axes: Axes, x: float, y: float, text: Any, **look: Any) -> None:
     """Write a text around a point."""
     axes.text(x, y, text, ha="center", va="center", **look)

@@ -74,9 +74,7 @@ def check_bins(bins: PaddedBins) -> None:
 
 
 def _check_whole_blocks(bins: PaddedBins) -> None:
-    broken = bins.padded_offsets % bins.block != 0
-    if bool(broken.any()):
-        (e,) = checks.first(broken)
+    if (e := checks.first_place(bins.padded_offsets % bins.block != 0)) is not None:
         raise ValueError(
             f"padded_offsets[{e}] is {int(bins.padded_offsets[e])}, but it must be a multiple of the block size "
             f"{bins.block}"
@@ -85,16 +83,13 @@ def _check_whole_blocks(bins: PaddedBins) -> None:
 
 def _check_inverse(bins: PaddedBins) -> None:
     """Every slot's row holds it, and every other row is padding."""
-    wrong = bins.slots[bins.rows] != checks.numbers_of(bins.rows)
-    if bool(wrong.any()):
-        (slot,) = checks.first(wrong)
+    if (slot := checks.first_place(bins.slots[bins.rows] != checks.numbers_of(bins.rows))) is not None:
         row = int(bins.rows[slot])
         raise ValueError(f"rows[{slot}] is {row}, but slots[{row}] is {int(bins.slots[row])}: it must be {slot}")
     stray = bins.slots != EMPTY
     stray[bins.rows] = False
-    if bool(stray.any()):
-        (row,) = checks.first(stray)
-        raise ValueError(f"slots[{row}] is {int(bins.slots[row])}, but rows leads no slot there: it must be {EMPTY}")
+    if (at := checks.first_place(stray)) is not None:
+        raise ValueError(f"slots[{at}] is {int(bins.slots[at])}, but rows leads no slot there: it must be {EMPTY}")
 
 
 def _check_padding_last(bins: PaddedBins) -> None:
@@ -104,8 +99,7 @@ def _check_padding_last(bins: PaddedBins) -> None:
     falls = order[1:] < order[:-1]
     begins = bins.padded_offsets[(bins.padded_offsets > 0) & (bins.padded_offsets < bins.P)]
     falls[begins - 1] = False  # another expert's group
-    if bool(falls.any()):
-        (row,) = checks.first(falls)
+    if (row := checks.first_place(falls)) is not None:
         raise ValueError(
             f"slots[{row + 1}] is {int(bins.slots[row + 1])}, but slots[{row}] is {int(bins.slots[row])} of the same "
             f"expert: they must ascend, with padding ({EMPTY}) last"
@@ -141,9 +135,7 @@ def _check_rows(topology: Topology) -> None:
     number = checks.numbers_of(topology.row_indices)
     first = topology.row_offsets[topology.row_indices]
     end = topology.row_offsets[topology.row_indices + 1]
-    outside = (number < first) | (number >= end)
-    if bool(outside.any()):
-        (block,) = checks.first(outside)
+    if (block := checks.first_place((number < first) | (number >= end))) is not None:
         row = int(topology.row_indices[block])
         raise ValueError(
             f"row_indices[{block}] is {row}, but by row_offsets the blocks of block row {row} are "
@@ -167,9 +159,7 @@ def _check_columns(topology: Topology) -> None:
     order = topology.transpose_indices
     columns, number = topology.column_indices[order], checks.numbers_of(order)
     first, end = topology.column_offsets[columns], topology.column_offsets[columns + 1]
-    outside = (number < first) | (number >= end)
-    if bool(outside.any()):
-        (at,) = checks.first(outside)
+    if (at := checks.first_place((number < first) | (number >= end))) is not None:
         raise ValueError(
             f"transpose_indices[{at}] is {int(order[at])}, a block of block column {int(columns[at])}, but by "
             f"column_offsets the places of that column are {_owned(first[at], end[at])}"
@@ -191,8 +181,7 @@ def _check_order_in_columns(topology: Topology) -> None:
 
 def _first_fall(indices: Array, group: Array) -> int | None:
     """The first place after which ``indices`` do not ascend although their ``group`` stays; None if there is none."""
-    falls = (group[1:] == group[:-1]) & (indices[1:] <= indices[:-1])
-    return checks.first(falls)[0] if bool(falls.any()) else None
+    return checks.first_place((group[1:] == group[:-1]) & (indices[1:] <= indices[:-1]))
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -285,10 +274,10 @@ def _check_activate(a: Array, b: Array | None, activation: str, dtypes: Dtypes) 
         _check_blocks("b", b, a.shape[0], a.shape[2], (checks.dtype_of(a),))
 
 
-def _check_activate_backward(d_y: Array, a: Array, b: Array | None, activation: str, dtypes: Dtypes) -> None:
-    """As `_check_activate`, and d_y (nnz, block, block) belongs to them."""
+def _check_activate_backward(d_y_swi: Array, a: Array, b: Array | None, activation: str, dtypes: Dtypes) -> None:
+    """As `_check_activate`, and d_y_swi (nnz, block, block) belongs to them."""
     _check_activate(a, b, activation, dtypes)
-    _check_blocks("d_y", d_y, a.shape[0], a.shape[2], (checks.dtype_of(a),))
+    _check_blocks("d_y_swi", d_y_swi, a.shape[0], a.shape[2], (checks.dtype_of(a),))
 
 
 # Layers that copy rows into bins, those of fixed capacity too ---------------------------------------------------------
@@ -462,7 +451,7 @@ ACTIVATE = Contract(
 )
 ACTIVATE_BACKWARD = Contract(
     "Return the gradients of a and b, with act(a) computed again.",
-    (Tensor("d_y", "nnz block block", text="Gradient of y_swi"), A, B, ACTIVATION),
+    (Tensor("d_y_swi", "nnz block block", text="Gradient of y_swi"), A, B, ACTIVATION),
     (Tensor("d_a", "nnz block block"), Tensor("d_b", "nnz block block", optional=UNGATED)),
     "MegaBlocks, section 5.1; MoEBlaze, section 5: dB = dY * SiLU(A), dA = dY * B * SiLU'(A)",
     whole=_check_activate_backward,

@@ -94,16 +94,15 @@ class RoutingTrace:
 
 def _check_layers(topk: np.ndarray) -> None:
     """A recorder that misses a layer leaves it empty: every id negative."""
-    missing = (topk < 0).all(axis=(0, 2)) if len(topk) else np.zeros(topk.shape[1], bool)
-    if missing.any():
-        raise ValueError(f"topk[:, {checks.first(missing)[0]}] names no expert at all: this layer was not recorded")
+    missing = checks.first_place((topk < 0).all(axis=(0, 2))) if len(topk) else None
+    if missing is not None:
+        raise ValueError(f"topk[:, {missing}] names no expert at all: this layer was not recorded")
 
 
 def _check_distinct(topk: np.ndarray) -> None:
     ordered = np.sort(topk, axis=2)
-    twice = ordered[:, :, 1:] == ordered[:, :, :-1]
-    if twice.any():
-        token, layer, j = checks.first(twice)
+    if twice := checks.first(ordered[:, :, 1:] == ordered[:, :, :-1]):
+        token, layer, j = twice
         raise ValueError(
             f"topk[{token}, {layer}] names expert {ordered[token, layer, j]} twice, but the experts of a token must be "
             f"distinct"
@@ -120,8 +119,7 @@ def _check_sequences(seq: np.ndarray, pos: np.ndarray | None) -> None:
         raise ValueError(f"seq[{at}] is {seq[at]} again, but the tokens of a sequence must stand together")
     if pos is not None:
         falls = np.append(False, (pos[1:] <= pos[:-1]) & (seq[1:] == seq[:-1]))
-        if falls.any():
-            at = checks.first(falls)[0]
+        if (at := checks.first_place(falls)) is not None:
             raise ValueError(f"pos[{at}] is {pos[at]} after {pos[at - 1]}, but positions must rise in a sequence")
 
 

@@ -63,11 +63,6 @@ def kind_of(block: str) -> str:
     return block.partition("_")[0]
 
 
-def picture_of(path: Path) -> Path:
-    """Return the path of a record's picture, in the documents' folder of images."""
-    return path.parents[1] / "images" / f"{path.stem}.png"
-
-
 def _block(kind: str, paths: Sequence[Path]) -> str:
     """Return the summary of the records, with the picture and the place of each; empty without records."""
     found = {path: evidence.load(path, kind) for path in paths if path.exists()}
@@ -79,7 +74,7 @@ def _block(kind: str, paths: Sequence[Path]) -> str:
 
 def _measured(path: Path, device: str, found: Mapping[str, Any]) -> str:
     """The picture of a record, where it was measured, and the fingerprint of the text that was read."""
-    picture = f"![{PICTURED[found['kind']]}; {device}](images/{picture_of(path).name})"
+    picture = f"![{PICTURED[found['kind']]}; {device}](images/{documents.picture_of(path).name})"
     return "\n\n".join([picture, "\n".join([*documents.place(found), f"- text: {found['text']}"])])
 
 
@@ -89,7 +84,7 @@ def write():
         page.write_text(fill(page.read_text(), RECORDS))
     for name, paths in RECORDS.items():
         for path in filter(Path.exists, paths):
-            evidence_plots.write(evidence.load(path, kind_of(name)), picture_of(path), force=True)
+            evidence_plots.write(evidence.load(path, kind_of(name)), documents.picture_of(path), force=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ EVERY = 10  # steps from one comparison at the same weights to the next
 BOUND = 1e-5  # of what is relative to the oracle's, while nothing but rounding parts two runs
 ORDERS = ("d", "h", "dh")  # axes that an oracle may sum backwards
 ORACLES = ("oracle", *(f"oracle, {axes} backwards" for axes in ORDERS))  # runs that differ in summation order alone
+OTHERS = ("moeblaze", *ORACLES[1:])  # runs that are compared with the oracle's
 
 OnStep = Callable[[int, float], None]  # told the step, from 1, and the oracle's loss
 Layers = str | MoEFactory  # as `model.MoETransformer` takes them
@@ -189,22 +190,16 @@ def replayed(
     NonFinite
         If a loss or a gradient is.
     """
-    _check(settings, steps)
-    with exact_products():
-        runs = _runs(settings, corpus, device, moe)
-        reference = runs["oracle"]
-        others = {name: run for name, run in runs.items() if name != "oracle"}
-        same_weights: dict[str, list[dict[str, Any]]] = {name: [] for name in others}
-        for step in range(1, steps + 1):
-            for name, found in (_from_same_weights(reference, others) if step % EVERY == 0 else {}).items():
-                same_weights[name].append({"step": step, **found})
-            reference.advance()
-            for run in others.values():
-                run.advance(reference.chosen)
-            if step == 1:
-                gradients = compare_gradients(runs["moeblaze"].model, reference.model)
-            _tell(on_step, step, reference)
-    losses = {name: run.losses for name, run in runs.items()}
+    same_weights: dict[str, list[dict[str, Any]]] = {name: [] for name in OTHERS}
+
+    def advance(step: int, reference: Trainer, others: Mapping[str, Trainer]):
+        for name, found in (_from_same_weights(reference, others) if step % EVERY == 0 else {}).items():
+            same_weights[name].append({"step": step, **found})
+        reference.advance()
+        for run in others.values():
+            run.advance(reference.chosen)
+
+    losses, gradients = _side_by_side(settings, corpus, steps, device, moe, on_step, advance)
     verdict = {"loss": compare_losses(gaps(losses["moeblaze"], losses["oracle"])), "first_gradients": gradients}
     verdict |= compare_same_weights(same_weights["moeblaze"])
     worst = {name: max(gaps(losses[name], losses["oracle"])) for name in ORACLES[1:]}
@@ -232,20 +227,15 @@ def free(
         had other experts than in the oracle at each step; ``first_change``, for the same runs, {step, tokens}: the
         first step with such a token and how many in each layer (None if there was none); and what `compare_free` says.
     """
-    _check(settings, steps)
-    with exact_products():
-        runs = _runs(settings, corpus, device, moe)
-        reference = runs["oracle"]
-        by_layer: dict[str, list[list[int]]] = {name: [] for name in runs if name != "oracle"}
-        for step in range(1, steps + 1):
-            for run in runs.values():
-                run.advance()
-            for name, found in by_layer.items():
-                found.append(changed_tokens(runs[name].chosen, reference.chosen))
-            if step == 1:
-                gradients = compare_gradients(runs["moeblaze"].model, reference.model)
-            _tell(on_step, step, reference)
-    losses = {name: run.losses for name, run in runs.items()}
+    by_layer: dict[str, list[list[int]]] = {name: [] for name in OTHERS}
+
+    def advance(step: int, reference: Trainer, others: Mapping[str, Trainer]):
+        reference.advance()
+        for name, run in others.items():
+            run.advance()
+            by_layer[name].append(changed_tokens(run.chosen, reference.chosen))
+
+    losses, gradients = _side_by_side(settings, corpus, steps, device, moe, on_step, advance)
     changed = {name: [sum(counts) for counts in found] for name, found in by_layer.items()}
     first = {name: _first_change(found) for name, found in by_layer.items()}
     compared = compare_free(losses, changed["moeblaze"], gradients)
@@ -321,19 +311,24 @@ def _size(losses: Sequence[float], reference: Sequence[float]) -> dict[str, floa
     return {"mean": fmean(found), "worst": max(found)}
 
 
-def _check(settings: TrainSettings, steps: int):
+def _side_by_side(
+    settings, corpus, steps, device, moe, on_step, advance
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Return the losses of each run, and the verdict on the first gradients of ``moe``, which has the name of ours.
+
+    ``advance`` takes all runs a step further: it gets the step, from 1, the oracle's run, and ``OTHERS`` by name.
+    """
     checks.check_int("steps", steps, at_least=1, at_most=settings.steps)
     if settings.precision != "float32":
         raise ValueError(f"precision is {settings.precision}, but losses are compared step by step in float32 alone")
-
-
-def _runs(settings: TrainSettings, corpus: Corpus, device: str | torch.device, moe: Layers) -> dict[str, Trainer]:
-    """The oracle first, then ``moe`` under the name of ours, then the reordered oracles."""
-    layers: dict[str, Layers] = {"oracle": "oracle", "moeblaze": moe}
-    layers |= {name: partial(ReorderedOracle, axes=axes) for name, axes in zip(ORACLES[1:], ORDERS, strict=True)}
-    return {name: Trainer(settings, corpus, device, made) for name, made in layers.items()}
-
-
-def _tell(on_step: OnStep | None, step: int, reference: Trainer):
-    if on_step is not None:
-        on_step(step, reference.losses[-1])
+    layers = dict(zip(OTHERS, (moe, *(partial(ReorderedOracle, axes=axes) for axes in ORDERS)), strict=True))
+    with exact_products():
+        reference = Trainer(settings, corpus, device, "oracle")
+        others = {name: Trainer(settings, corpus, device, made) for name, made in layers.items()}
+        for step in range(1, steps + 1):
+            advance(step, reference, others)
+            if step == 1:
+                gradients = compare_gradients(others["moeblaze"].model, reference.model)
+            if on_step is not None:
+                on_step(step, reference.losses[-1])
+    return {"oracle": reference.losses} | {name: run.losses for name, run in others.items()}, gradients

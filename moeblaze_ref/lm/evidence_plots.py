@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from moeblaze_ref.core import documents, figures
-from moeblaze_ref.core.drawing import heading, panels
+from moeblaze_ref.core.drawing import dress, panels
 from moeblaze_ref.core.units import GIB
 from moeblaze_ref.lm.equal_loss import gaps
 from moeblaze_ref.lm.wall import met_wall
@@ -58,11 +58,11 @@ def replayed(found: Found) -> Figure:
     figure, (losses, below) = panels(8, 6, 2, sharex=True)
     for run, style in (("oracle", "-"), ("moeblaze", "--")):  # where they are equal, both show
         losses.plot(_steps(found["loss"][run]), found["loss"][run], style, color=COLORS[run], label=run)
-    _dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the others")
+    dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the others")
     for run in _ours_last(found["loss"].keys() - {"oracle"}):
         _gap(below, found["loss"], run, markersize=4.5, **dotted(COLORS[run]))
     _bound(below, found["verdict"]["loss"]["bound"])
-    _dress(below, "relative gap of the loss\nto the oracle's", "")
+    dress(below, "relative gap of the loss\nto the oracle's", "")
     below.set_xlabel("step")
     _legend(losses)
     below.set_ylim(top=10 * max(found["verdict"]["loss"]["bound"], below.get_ylim()[1]))  # room for the names
@@ -78,11 +78,11 @@ def free(found: Found) -> Figure:
         _gap(gap, found["loss"], run, **look)
         tokens.plot(_steps(found["changed"][run]), found["changed"][run], label=run, **look)
     _bound(gap, found["verdict"]["loss"]["bound"])
-    _dress(gap, "relative gap of the loss\nto the oracle's", "float32, every router by itself")
+    dress(gap, "relative gap of the loss\nto the oracle's", "float32, every router by itself")
     _mark_first(gap, found["first_change"]["moeblaze"])
     tokens.set_yscale("symlog", linthresh=1)
     tokens.set_ylim(bottom=0, top=max(1, tokens.get_ylim()[1]))  # without a change the axis would end below one token
-    _dress(tokens, "tokens with other experts\nthan in the oracle, all layers", "")
+    dress(tokens, "tokens with other experts\nthan in the oracle, all layers", "")
     tokens.set_xlabel("step")
     _legend(gap)
     return figure
@@ -99,8 +99,8 @@ def curves(found: Found) -> Figure:
                 lower.plot(*_above(run[loss], runs["oracle"][loss]), label=name, **drawn(COLORS[name]))
         lower.axhline(0, color=BLACK, linewidth=0.8, zorder=1)
         where = f"{found['settings']['precision']}, {documents.device(found)}"
-        _dress(upper, "cross entropy, nats per byte", f"{loss} loss, {where}")
-        _dress(lower, "above the oracle, nats per byte", "")
+        dress(upper, "cross entropy, nats per byte", f"{loss} loss, {where}")
+        dress(lower, "above the oracle, nats per byte", "")
         lower.set_xlabel("step")
     names = shown[0, 0].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=6, frameon=False, handlelength=3)
@@ -123,7 +123,7 @@ def memory(found: Found) -> Figure:
     peaks.xaxis.set_major_formatter(FuncFormatter(lambda L, _: f"{L:,.0f}"))
     peaks.yaxis.set_major_formatter(FuncFormatter(lambda gib, _: f"{gib:,.0f}"))
     peaks.set_xlabel("tokens of a step, L")
-    _dress(peaks, "GiB at most", "a whole step of training, weights and optimizer included")
+    dress(peaks, "GiB at most", "a whole step of training, weights and optimizer included")
     _legend(peaks)
     bars = walls.barh(range(len(largest)), list(largest.values()), color=[WALL_LINES[name][0] for name in largest])
     reached = [f"{L:,}" if met_wall(found["rows"], name) else f"{L:,} or more" for name, L in largest.items()]
@@ -134,7 +134,7 @@ def memory(found: Found) -> Figure:
     walls.set_xticks([])
     walls.spines["bottom"].set_visible(False)
     walls.set_xlabel("tokens of a step, L")
-    _dress(walls, "", f"the largest step that fits, {documents.device(found)}")
+    dress(walls, "", f"the largest step that fits, {documents.device(found)}")
     return figure
 
 
@@ -183,11 +183,6 @@ def _mark_first(axes, first: Found | None):
         fontsize="small",
         color=BLUE,
     )
-
-
-def _dress(axes, ylabel: str, title: str):
-    axes.set_ylabel(ylabel)
-    heading(axes, title)
 
 
 def _legend(axes, **look):

@@ -11,7 +11,7 @@ from moeblaze_ref.core import documents
 from moeblaze_ref.core.units import MIB
 from moeblaze_ref.lm import drift
 from moeblaze_ref.lm.curves import compare_curves
-from moeblaze_ref.lm.equal_loss import BOUND, EVERY, ORACLES, compare_losses, compare_same_weights, gaps, is_among
+from moeblaze_ref.lm.equal_loss import BOUND, EVERY, OTHERS, compare_losses, compare_same_weights, gaps, is_among
 from moeblaze_ref.lm.wall import met_wall
 
 Found = Mapping[str, Any]
@@ -109,7 +109,7 @@ def _repeated(one: Found, other: Found) -> list[str]:
 
 def _replayed_rows(found: Found) -> Rows:
     """Ours, on which the verdict is, and the reordered oracles under the same rules, as far as they were measured."""
-    for run in ("moeblaze", *ORACLES[1:]):
+    for run in OTHERS:
         for name, one in (found["verdict"] if run == "moeblaze" else _verdict_on(found, run)).items():
             first = _first_beyond(found, run) if name == "loss" else ""
             yield [run, NAMES[name], f"{one['worst']:.1e}", _at(one), first, f"{one['bound']:.0e}", _result(one)]

@@ -248,25 +248,20 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state by name: weights, AdamW's moments, the generator of the windows, the losses."""
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
-        moments = {
-            f"optimizer.{name}.{key}": tensor
-            for name, parameter in self.model.named_parameters()
-            for key, tensor in self.optimizer.state[parameter].items()
-        }
-        losses = torch.tensor(self.losses, dtype=torch.float64)
-        return weights | moments | {"windows": self.windows.get_state(), "losses": losses}
+        return self._named(self.optimizer.state, torch.tensor(self.losses, dtype=torch.float64))
 
     def form(self, steps: int) -> dict[str, Tensor]:
         """Tensors of the names, shapes and dtypes that `tensors` has after so many steps; not of its values."""
-        weights = {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
-        moments = {
-            f"optimizer.{name}.{key}": tensor
-            for name, parameter in self.model.named_parameters()
-            for key, tensor in {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}.items()
-        }
-        losses = torch.zeros(steps, dtype=torch.float64)
-        return weights | (moments if steps else {}) | {"windows": self.windows.get_state(), "losses": losses}
+        moments = {one: {"step": torch.zeros(()), "exp_avg": one, "exp_avg_sq": one} for one in self.model.parameters()}
+        return self._named(moments if steps else {}, torch.zeros(steps, dtype=torch.float64))
+
+    def _named(self, moments: Mapping[Any, Mapping[str, Tensor]], losses: Tensor) -> dict[str, Tensor]:
+        """The state by name, with AdamW's moments of each parameter."""
+        named = {"windows": self.windows.get_state(), "losses": losses}
+        for name, parameter in self.model.named_parameters():
+            named[f"model.{name}"] = parameter.detach()
+            named |= {f"optimizer.{name}.{key}": tensor for key, tensor in moments.get(parameter, {}).items()}
+        return named
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]):

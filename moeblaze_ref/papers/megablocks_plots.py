@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from moeblaze_ref.core.drawing import heading, panels
+from moeblaze_ref.core.drawing import dress, panels
 from moeblaze_ref.memory.plots import (
     BLACK,
     BLUE,
@@ -63,7 +63,7 @@ def squares(*runs: Rows) -> Figure:
     _powers_of_two(axes, sorted({row["n"] for row in rows}))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("n, rows, columns and depth")
-    _dress(axes, "TFLOPS", "dense products n x n x n in bfloat16, by the tile of a thread block")
+    dress(axes, "TFLOPS", "dense products n x n x n in bfloat16, by the tile of a thread block")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, handlelength=4)
     return figure
 
@@ -89,7 +89,7 @@ def products(*runs: Rows) -> Figure:
     axes.axhline(100, color=BLACK, linewidth=1)
     axes.set_xticks(range(len(models)), models)
     axes.tick_params(axis="x", length=0)
-    _dress(axes, "percent of torch.bmm's rate", "block-sparse products of a step, 8 experts, uniform routing")
+    dress(axes, "percent of torch.bmm's rate", "block-sparse products of a step, 8 experts, uniform routing")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return figure
 
@@ -112,7 +112,7 @@ def experts(*runs: Rows) -> Figure:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}x")
         axes.set_xlabel("E, experts")
-        _dress(axes, "", way)
+        dress(axes, "", way)
     shown[0].set_ylabel("times as fast as one expert after another")
     shown[0].legend(frameon=False, handlelength=4)
     return figure
@@ -134,7 +134,7 @@ def capacities(*runs: Rows) -> Figure:
         for name, found in of_variant.items():
             _band(axes, name, found, along)
         axes.set_xlabel(xlabel)
-        _dress(axes, "", "the second half of training")
+        dress(axes, "", "the second half of training")
     _ends(ends, of_variant)
     curves[0].set_ylabel("held-out loss, nats per byte")
     names = curves[0].get_legend_handles_labels()
@@ -161,7 +161,7 @@ def _ends(axes: Axes, runs: Mapping[str, Rows]):
         axes.hlines(fmean(losses), place - 0.3, place + 0.3, color=BLACK, linewidth=1.5)
     axes.set_xticks(range(len(runs)), list(runs))
     axes.set_xlabel("capacity factor, or none")
-    _dress(axes, "", "at the end: each seed, and the mean")
+    dress(axes, "", "at the end: each seed, and the mean")
 
 
 def _of_the_last(runs: Sequence[Rows]) -> Rows:
@@ -181,8 +181,3 @@ def _powers_of_two(axes: Axes, values: Sequence[int]):
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:,}" for value in values])
     axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _dress(axes: Axes, ylabel: str, title: str):
-    axes.set_ylabel(ylabel)
-    heading(axes, title)

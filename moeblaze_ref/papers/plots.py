@@ -1,14 +1,13 @@
 """Pictures of MoEBlaze's figures 3 to 6: saved bytes and speed on its seven configurations."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moeblaze_ref.core.config import PAPER_PRESETS
-from moeblaze_ref.core.drawing import heading, panels
+from moeblaze_ref.core.drawing import dress, panels
 from moeblaze_ref.core.units import GB
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
 from moeblaze_ref.papers import moeblaze
@@ -41,12 +40,11 @@ def _memory(activations: Sequence[str]) -> Figure:
     """A panel an activation: a bar for each configuration and system, and a line where the paper prints a number."""
     figure, shown = panels(9, 3.2 * len(activations), len(activations), sharex=True, squeeze=False)
     for axes, activation in zip(shown[:, 0], activations, strict=True):
-        _bars(axes, list(moeblaze.KEPT), partial(_kept_gb, activation))
+        _bars(axes, {label: [_kept_gb(name, activation, label) for name in PAPER_PRESETS] for label in moeblaze.KEPT})
         for (of, name, label), number in moeblaze.PRINTED_MEMORY.items():
             if of == activation:
                 _mark(axes, name, list(moeblaze.KEPT).index(label), moeblaze.centre(number) / GB)
-        heading(axes, f"saved for backward, {moeblaze.NAMES[activation]}, bfloat16")
-        axes.set_ylabel("GB (10^9 bytes)")
+        dress(axes, "GB (10^9 bytes)", f"saved for backward, {moeblaze.NAMES[activation]}, bfloat16")
     return _with_legend(figure, shown[0, 0])
 
 
@@ -61,13 +59,12 @@ def speed(*runs: Rows) -> Figure:
     figure, shown = panels(9, 0.6 + 3 * len(ratios), len(ratios), sharex=True, sharey=True, squeeze=False)
     for axes, (activation, found) in zip(shown[:, 0], ratios.items(), strict=True):
         timed = [name for name in names if any(name == of for _, of in found)]
-        _bars(axes, timed, partial(_ratio, found))
+        _bars(axes, {name: [found.get((preset, name), 0.0) for preset in PAPER_PRESETS] for name in timed})
         axes.axhline(1, color=BLACK, linewidth=1)
         missing = [name for name in names if name not in timed]
         title = f"{moeblaze.NAMES[activation]}: step time of published MegaBlocks over that of each system, worst run"
         without = f"\nwithout a time: {'; '.join(missing)}" if missing else ""
-        heading(axes, f"{title}{without}")
-        axes.set_ylabel("times as fast")
+        dress(axes, "times as fast", f"{title}{without}")
     return _with_legend(figure, *shown[:, 0])
 
 
@@ -84,20 +81,15 @@ def _worst_ratios(runs: Sequence[Rows], activation: str) -> dict[tuple[str, str]
     return worst
 
 
-def _kept_gb(activation: str, name: str, label: str) -> float:
+def _kept_gb(name: str, activation: str, label: str) -> float:
     return moeblaze.kept_bytes(name, activation, label) / GB
 
 
-def _ratio(found: dict[tuple[str, str], float], preset: str, name: str) -> float:
-    return found.get((preset, name), 0.0)
-
-
-def _bars(axes: Axes, labels: Sequence[str], height: Callable[[str, str], float]):
+def _bars(axes: Axes, heights_of: Mapping[str, Sequence[float]]):
     """A group of bars for each configuration, a bar for each label."""
-    width = 0.8 / max(len(labels), 1)
-    for number, label in enumerate(labels):
+    width = 0.8 / max(len(heights_of), 1)
+    for number, (label, heights) in enumerate(heights_of.items()):
         places = [group + _offset(number, width) for group in range(len(PAPER_PRESETS))]
-        heights = [height(name, label) for name in PAPER_PRESETS]
         axes.bar(places, heights, width, label=label, **filled(COLORS[label]), linewidth=0)
     axes.set_xticks(range(len(PAPER_PRESETS)), PAPER_PRESETS)
 

@@ -4,7 +4,8 @@ import numpy as np
 
 from moeblaze_ref.core.traces import RoutingTrace, load
 from moeblaze_ref.papers.results import DOCS, Source
-from moeblaze_ref.placement.simulate import STEP_TOKENS
+from moeblaze_ref.placement.simulate import STEP_TOKENS, balance
+from moeblaze_ref.placement.trace import profile
 
 TRACE = DOCS / "results" / "trace_lm_small_h200.npz"
 MISSING = f"docs/results/{TRACE.name} is not installed"
@@ -42,10 +43,4 @@ def needed_factors(trace: RoutingTrace, step_tokens: int = STEP_TOKENS) -> np.nd
     if trace.seq is None:
         raise ValueError("the trace has no seq, but steps have whole sequences")
     steps = max(1, len(trace.topk) // step_tokens)
-    return np.stack([_fullest(trace.topk[trace.seq % steps == step], trace.num_experts) for step in range(steps)])
-
-
-def _fullest(topk: np.ndarray, E: int) -> np.ndarray:
-    tokens, _, k = topk.shape
-    counts = np.stack([np.bincount(layer.ravel(), minlength=E) for layer in topk.swapaxes(0, 1)])  # (layers, E)
-    return counts.max(axis=1) * E / (tokens * k)
+    return np.stack([balance(profile(trace.of(trace.seq % steps == step)).P) for step in range(steps)])

@@ -6,7 +6,6 @@ layer starts from a packing, and from a bound that needs no solver: where the tw
 """
 
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +15,6 @@ from moeblaze_ref.placement.baselines import pack
 from moeblaze_ref.placement.bounds import Bounds, equal
 from moeblaze_ref.placement.maps import check_gpus
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT, check_time_limit, minimise, new_model, total
-
-Track = Callable[[Iterable], Iterable]  # shows progress over what it passes on
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +63,6 @@ def cluster_experts(
     bounds: Bounds | None = None,
     solver: str = DEFAULT_SOLVER,
     time_limit: float = TIME_LIMIT,
-    track: Track = iter,
 ) -> Clusters:
     """ILP 1: the clusters of every layer whose loads differ least, of those the ones with the smallest maximum.
 
@@ -82,8 +78,6 @@ def cluster_experts(
         One of ``solver.SOLVERS``.
     time_limit : float
         Seconds for all layers: each gets its share of those that are left.
-    track : callable
-        Wraps the loop over layers, to show progress.
 
     Raises
     ------
@@ -98,7 +92,7 @@ def cluster_experts(
     bounds.check_feasible(E, num_clusters)
     began = time.perf_counter()
     found = []
-    for done, load in enumerate(track(P)):
+    for done, load in enumerate(P):
         now = time.perf_counter()
         deadline = now + (began + time_limit - now) / (layers - done)
         found.append(_cluster_layer(load, num_clusters, bounds, solver, deadline))

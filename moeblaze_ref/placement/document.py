@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from matplotlib.figure import Figure
 
 from moeblaze_ref.core import documents, figures, records
+from moeblaze_ref.core.drawing import heading
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.placement import findings, plots
 
@@ -51,13 +52,8 @@ def picture(found: findings.Found) -> Figure:
     points, curve = ([SimpleNamespace(**trial) for trial in trials] for trials in (first, found["curve"]))
     figure = plots.load_against_crossings(points, curve)
     halves = len({trial["seed"] for trial in found["splits"]})
-    figure.axes[0].set_title(f"the first of {halves} random halves", loc="left", fontsize="medium")
+    heading(figure.axes[0], f"the first of {halves} random halves")
     return figure
-
-
-def picture_of(path: Path) -> Path:
-    """Return the path of a record's picture, in the documents' folder of images."""
-    return path.parents[1] / "images" / f"{path.stem}.png"
 
 
 def _block(path: Path) -> str:
@@ -68,7 +64,8 @@ def _block(path: Path) -> str:
     where = "\n".join([*documents.place(found), *findings.allowed(found)])
     if not found["curve"]:
         return "\n\n".join([findings.scale(found), where])
-    return "\n\n".join([findings.summary(found), f"![{PICTURED}](images/{picture_of(path).name})", where])
+    shown = f"![{PICTURED}](images/{documents.picture_of(path).name})"
+    return "\n\n".join([findings.summary(found), shown, where])
 
 
 def write():
@@ -77,7 +74,7 @@ def write():
         page.write_text(fill(page.read_text()))
     for path in RECORDS.values():
         if path.exists() and (found := load(path))["curve"]:
-            figures.save(picture(found), picture_of(path).parent, path.stem, force=True)
+            figures.save(picture(found), documents.picture_of(path).parent, path.stem, force=True)
 
 
 if __name__ == "__main__":

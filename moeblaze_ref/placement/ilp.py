@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeblaze_ref.placement.bounds import Bounds
-from moeblaze_ref.placement.clusters import Clusters, Track, cluster_experts
+from moeblaze_ref.placement.clusters import Clusters, cluster_experts
 from moeblaze_ref.placement.gpu_assignment import GpuAssignment, assign_gpus
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster
@@ -42,7 +42,6 @@ def moetuner(
     bounds: Bounds | None = None,
     solver: str = DEFAULT_SOLVER,
     time_limit: float = TIME_LIMIT,
-    track: Track = iter,
 ) -> MoETuner:
     """MoETuner's two stages: ILP 1, then ILP 2 on its clusters.
 
@@ -55,7 +54,7 @@ def moetuner(
         As in `cluster_experts` and `assign_gpus`, or if the profile has no R.
     """
     R, G = profile.transitions(), on.num_gpus
-    clusters = cluster_experts(profile.P, G, bounds, solver, time_limit, track)
+    clusters = cluster_experts(profile.P, G, bounds, solver, time_limit)
     member = np.eye(G, dtype=np.int64)[clusters.of_expert]  # (layers, E, G)
     C = member[:-1].swapaxes(1, 2) @ R @ member[1:]  # (layers - 1, G, G)
     assigned = assign_gpus(C, on.cost, member.sum(axis=1), solver, time_limit)

@@ -135,19 +135,15 @@ class Trial(Row):
 
 
 def try_method(
-    method: str, seed: int | None, sample: Profile, held_out: Profile, on: Cluster, options: Options, tokens: int
-) -> Trial:
-    """Fit a method to a sample and evaluate it on what was held out."""
-    return _evaluate(method, seed, lambda: METHODS[method](sample, on, options), held_out, on, tokens)
-
-
-def _evaluate(method, seed, fit, held_out, on, tokens):
+    method: str, seed: int | None, fit: Callable[[], Fitted], held_out: Profile, on: Cluster, tokens: int
+) -> list[Trial]:
+    """Fit a method to a sample, and evaluate it on what was held out: one trial."""
     began = time.perf_counter()
     fitted = fit()
     seconds = time.perf_counter() - began
     load = loads(held_out, fitted.shares)
     each, model = balance(load), step(held_out, fitted.shares, on, tokens)
-    return Trial(
+    trial = Trial(
         method=method,
         seed=seed,
         balance_mean=float(each.mean()),
@@ -162,6 +158,7 @@ def _evaluate(method, seed, fit, held_out, on, tokens):
         fitted=fitted,
         load=load,
     )
+    return [trial]
 
 
 def jobs(
@@ -196,14 +193,10 @@ def jobs(
     halves = [(trace, trace) if seed is None else split(trace, seed) for seed in seeds]
     pairs = [tuple(map(profile, pair)) for pair in halves]
     return [
-        partial(_alone, method, seed, *pair, on, options, tokens)
-        for seed, pair in zip(seeds, pairs, strict=True)
+        partial(try_method, method, seed, partial(METHODS[method], sample, on, options), held_out, on, tokens)
+        for seed, (sample, held_out) in zip(seeds, pairs, strict=True)
         for method in methods
     ]
-
-
-def _alone(*arguments) -> list[Trial]:
-    return [try_method(*arguments)]
 
 
 def curve(
@@ -218,15 +211,12 @@ def curve(
     The trace's first split decides: fitted to one half of the sequences, evaluated on the other.
     """
     sample, held_out = map(profile, split(trace, 0))
-    return [partial(_on_curve, limit, sample, held_out, on, options, tokens) for limit in limits]
+    fits = [partial(_searched, sample, on, limit, options) for limit in limits]
+    return [partial(try_method, "joint", 0, fit, held_out, on, tokens) for fit in fits]
 
 
-def _on_curve(limit, sample, held_out, on, options, tokens):
-    return [
-        _evaluate(
-            "joint", 0, lambda: _placed(search(sample, on, limit, options.bounds, options.steps)), held_out, on, tokens
-        )
-    ]
+def _searched(sample: Profile, on: Cluster, limit: float, options: Options) -> Fitted:
+    return _placed(search(sample, on, limit, options.bounds, options.steps))
 
 
 def medians(trials: list[Trial]) -> list[Row]:

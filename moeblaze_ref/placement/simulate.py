@@ -124,7 +124,7 @@ def two_nodes(num_gpus: int) -> np.ndarray:
 TOPOLOGIES = {"nvlink": one_node, "two-nodes": two_nodes}
 
 
-def cluster(topology: str, num_gpus: int, d: int, h: int, itemsize: int = 2) -> Cluster:
+def cluster(topology: str, num_gpus: int, d: int, h: int) -> Cluster:
     """A cluster of H200s, by the name of its links or from a file of what was measured.
 
     Parameters
@@ -135,16 +135,14 @@ def cluster(topology: str, num_gpus: int, d: int, h: int, itemsize: int = 2) -> 
     num_gpus : int
         G.
     d, h : int
-        Model width and expert width: a token's d elements travel and cost 6*d*h FLOPs in a gated expert.
-    itemsize : int
-        Bytes of an element.
+        Model width and expert width: a token's d elements of 2 bytes travel, and cost 6*d*h FLOPs in a gated expert.
 
     Raises
     ------
     ValueError, TypeError, OSError
         If there is no such topology or file, or as `Cluster`: the matrix is not (G, G), or a number is out of range.
     """
-    for name, size in (("num_gpus", num_gpus), ("d", d), ("h", h), ("itemsize", itemsize)):
+    for name, size in (("num_gpus", num_gpus), ("d", d), ("h", h)):
         checks.check_int(name, size, 1)
     token_s = 6 * d * h / H200_EXPERT_FLOPS
     if topology.endswith(".json"):
@@ -153,7 +151,7 @@ def cluster(topology: str, num_gpus: int, d: int, h: int, itemsize: int = 2) -> 
         bandwidth = _matrix(measured["bandwidth"])
     else:
         bandwidth = TOPOLOGIES[checks.check_name("topology", topology, TOPOLOGIES)](num_gpus)
-    found = Cluster(bandwidth, d * itemsize, token_s)
+    found = Cluster(bandwidth, 2 * d, token_s)
     found.check_size(num_gpus)
     return found
 

@@ -20,6 +20,9 @@ TIME_LIMIT = 60.0  # seconds of each program
 LONGEST = 1e9  # seconds: a time limit of thirty years
 WORKERS = 8  # of CP-SAT: strategies that help each other, on fewer cores too
 
+new_model = mathopt.Model
+total = mathopt.fast_sum  # of many terms of a model
+
 _ENDED = (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE)
 
 
@@ -95,13 +98,3 @@ def check_time_limit(time_limit: float):
 
 class Infeasible(ValueError):
     """Raised if no solution meets every constraint."""
-
-
-def total(terms):
-    """The sum of many terms of a model."""
-    return mathopt.fast_sum(terms)
-
-
-def new_model() -> mathopt.Model:
-    """An empty model."""
-    return mathopt.Model()

@@ -15,11 +15,10 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
 
 
-def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTrace, RoutingTrace]:
-    """The profiling sample and the held-out rest: whole sequences, of which the seed chooses a share at random.
+def split(trace: RoutingTrace, seed: int) -> tuple[RoutingTrace, RoutingTrace]:
+    """The profiling sample and the held-out rest: whole sequences, of which the seed chooses half at random.
 
-    The trace needs `seq`, with at least two of them; the share is in (0, 1), and at least one sequence stays on each
-    side.
+    The trace needs `seq`, with at least two of them. Of an odd number the rest has one more.
 
     Raises
     ------
@@ -34,10 +33,8 @@ def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTr
     sequences = np.unique(trace.seq)
     if len(sequences) < 2:
         raise ValueError(f"the trace has {len(sequences)} sequences, but a split needs at least 2")
-    if not 0 < checks.check_number("share", share) < 1:
-        raise ValueError(f"share is {share}, but it must be between 0 and 1")
-    sampled = min(max(int(len(sequences) * share), 1), len(sequences) - 1)
-    chosen = np.isin(trace.seq, np.random.default_rng(seed).permutation(sequences)[:sampled])
+    sampled = np.random.default_rng(seed).permutation(sequences)[: len(sequences) // 2]
+    chosen = np.isin(trace.seq, sampled)
     return trace.of(chosen), trace.of(~chosen)
 
 

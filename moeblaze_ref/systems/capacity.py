@@ -149,8 +149,7 @@ def _check_inverse(bins: CapacityBins) -> None:
     kept = bins.rows != EMPTY
     wrong = kept.copy()
     wrong[kept] = bins.slots.reshape(-1)[bins.rows[kept]] != kept.nonzero()[0]
-    if bool(wrong.any()):
-        (slot,) = checks.first(wrong)
+    if (slot := checks.first_place(wrong)) is not None:
         row = int(bins.rows[slot])
         expert, place = divmod(row, bins.C)
         raise ValueError(
@@ -160,20 +159,17 @@ def _check_inverse(bins: CapacityBins) -> None:
     slots = bins.slots.reshape(-1)
     stray = slots != EMPTY
     stray[stray] = bins.rows[slots[stray]] != stray.nonzero()[0]
-    if bool(stray.any()):
-        (row,) = checks.first(stray)
-        slot, (expert, place) = int(slots[row]), divmod(int(row), bins.C)
+    if (at := checks.first_place(stray)) is not None:
+        slot, (expert, place) = int(slots[at]), divmod(at, bins.C)
         raise ValueError(
-            f"slots[{expert}, {place}] is {slot}, but rows[{slot}] is {int(bins.rows[slot])}: it must be {int(row)}, "
+            f"slots[{expert}, {place}] is {slot}, but rows[{slot}] is {int(bins.rows[slot])}: it must be {at}, "
             f"or slots[{expert}, {place}] must be {EMPTY}"
         )
 
 
 def _check_range(name: str, array: Array, size: int, what: str) -> None:
     """Every element is one of so many, or ``EMPTY``."""
-    outside = (array < EMPTY) | (array >= size)
-    if bool(outside.any()):
-        at = checks.first(outside)
+    if at := checks.first((array < EMPTY) | (array >= size)):
         place = ", ".join(map(str, at))
         raise ValueError(f"{name}[{place}] is {int(array[at])}, but it must be one of the {size} {what}, or {EMPTY}")
 

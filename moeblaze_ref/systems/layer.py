@@ -157,26 +157,16 @@ def store_and_combine(
     return stages.combine.forward(tensors["y"], gates, dispatch)
 
 
-def stages_of(
-    router: ModuleType,
-    gating: ModuleType,
-    dispatch: ModuleType,
-    expert_up: ModuleType,
-    activation: ModuleType,
-    expert_down: ModuleType,
-    combine: ModuleType,
-) -> Stages:
-    """The stages of a backend whose modules need no options. The logits, which a router computes, are checked."""
-    return Stages(
-        bodies(RouterStage, router),
-        bodies(GatingStage, gating)._replace(forward=gating.forward),
-        bodies(DispatchStage, dispatch),
-        bodies(ExpertUpStage, expert_up),
-        bodies(ActivationStage, activation),
-        bodies(ExpertDownStage, expert_down),
-        bodies(CombineStage, combine),
-        store_and_combine,
-    )
+_KINDS = (RouterStage, GatingStage, DispatchStage, ExpertUpStage, ActivationStage, ExpertDownStage, CombineStage)
+
+
+def stages_of(*modules: ModuleType) -> Stages:
+    """The stages of a backend whose modules need no options, in the order of `Stages`.
+
+    The logits, which a router computes, are checked.
+    """
+    groups: Any = [bodies(kind, module) for kind, module in zip(_KINDS, modules, strict=True)]
+    return Stages._make([*groups, store_and_combine]).with_gating(forward=modules[1].forward)
 
 
 @dataclass(frozen=True, eq=False)

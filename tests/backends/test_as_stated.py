@@ -149,10 +149,11 @@ def test_the_numba_kernels_move_the_bytes_that_their_headers_state(monkeypatch, 
     sizes |= {"G": 1 + is_gated(activation), "C": -(-h // expert_up.TILE)}
     sizes["tiles"] = int((-(-np.diff(dispatch_of(case).expert_token_offsets) // expert_up.TILE)).sum())
     assert E < sizes["tiles"] and sizes["C"] == 2
-    launches = [counted_launches(monkeypatch, stage_module("numba", stage)) for stage, *_ in NUMBA]
+    launches, found = counted_launches(monkeypatch, *(stage_module("numba", stage) for stage, *_ in NUMBA)), []
     for stage, *_ in NUMBA:
         run(stage, "numba", None, case)
-    assert [kernels_as_stated(of_stage, sizes) for of_stage in launches] == [
+        found.append(kernels_as_stated(launches, sizes))
+    assert found == [
         [numba_activation.act_kernel(activation)],
         [
             expert_up.expert_up_kernel(activation),
@@ -166,7 +167,7 @@ def test_the_numba_kernels_move_the_bytes_that_their_headers_state(monkeypatch, 
 
 @only_simulated
 def test_the_matmul_moves_the_bytes_that_its_header_states(monkeypatch):
-    launches = counted_launches(monkeypatch, router)
+    launches = counted_launches(monkeypatch)
     left, right = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((5, 4), (4, 3)))
     exact = left.astype(np.float64) @ right.astype(np.float64)
     assert relative_error(router.forward(left, right), exact) <= BOUNDS["float32"]
@@ -179,10 +180,9 @@ def test_the_numba_kernels_have_no_buffer_of_routed_tokens(monkeypatch):
     case, shapes = ragged("numba").astype("float32"), []
     (E, d, h), hidden = case.weights.w1.shape, (case.L * case.k, case.weights.w1.shape[2])
     make = runtime.float32_output
+    for module in (runtime, *(stage_module("numba", stage) for stage in PRODUCTS)):
+        monkeypatch.setattr(module, "float32_output", lambda shape: shapes.append(shape) or make(shape))
     for stage in PRODUCTS:
-        monkeypatch.setattr(
-            stage_module("numba", stage), "float32_output", lambda shape: shapes.append(shape) or make(shape)
-        )
         run(stage, "numba", None, case)
     assert shapes == [
         *[*[hidden] * 3, (case.L, d), (E, d, h), (E, d, h)],

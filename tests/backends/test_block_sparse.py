@@ -1,17 +1,17 @@
 """MegaBlocks' stage in every backend: structures written out by hand, products against dense ones, the layer."""
 
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import Shape, routings
+from helpers import Shape, changed, routings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import Planted, Quick, numba_with_fault, without_barrier
+from planted import Planted, Quick, numba_with_fault, opened_raw, without_barrier
 from simulator import counted_launches, kernels_as_stated, only_simulated
 from sparse_cases import (
     GOLDEN,
@@ -22,7 +22,6 @@ from sparse_cases import (
     as_given,
     assert_activation,
     assert_any_mask,
-    assert_any_parts,
     assert_golden,
     assert_layer,
     assert_layer_as_specified,
@@ -44,7 +43,7 @@ from sparse_cases import (
     sparse_of,
     with_activation,
 )
-from stages import alter
+from stages import all_zeros, alter, without_the_last
 
 from moeblaze_ref.backends.numba_cuda import block_sparse as numba_block_sparse
 from moeblaze_ref.backends.numba_cuda import combine, runtime
@@ -53,7 +52,6 @@ from moeblaze_ref.backends.numpy_ref import block_sparse as reference
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import block_sparse as raw
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.backends.registry import OpenStage
 from moeblaze_ref.core import sparse_contracts
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.core.kernel_headers import evaluate, table
@@ -149,14 +147,9 @@ def test_a_matrix_comes_back_from_its_dense_form(run, data):
 
 @every_run
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_every_product_is_the_dense_one(product, run):
-    assert_any_mask(product, run)
-
-
-@every_run
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_parts_side_by_side_are_one_matrix(product, run):
-    assert_any_parts(product, run)
+@pytest.mark.parametrize("parts", [1, 4], ids=["whole", "in parts"])
+def test_every_product_is_the_dense_one(parts, product, run):
+    assert_any_mask(product, run, parts)
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -312,15 +305,6 @@ BINS = GOLDEN["ragged groups, an empty expert in the middle"].expected()[0]
 # Of BINS: row             0  1  2  3  4  5  6  7
 #          slots           1  2  4  .  0  .  3  .    padded_offsets 0 4 4 6 8
 #          rows            4  0  1  6  2
-
-
-def changed(structure, changes):
-    """The structure with some elements of its arrays replaced: {array: {index: value}}."""
-    arrays = {name: getattr(structure, name).copy() for name in changes}
-    for name, array in arrays.items():
-        for index, value in changes[name].items():
-            array[index] = value
-    return replace(structure, **arrays)
 
 
 @pytest.mark.parametrize(
@@ -492,7 +476,7 @@ def arguments(run, function):
     case, dtype, topology = LAYER.astype(run.dtype), run.dtype, TOPOLOGY  # (6, 8), of 5 blocks
     _, w1, w2, w3 = case.weights
     gates = positive(0, (BINS.L, BINS.k), np.promote_types(dtype, np.float32))
-    values, a, b, d_y = positive(0, (4, 5, 2, 2), dtype)
+    values, a, b, d_y_swi = positive(0, (4, 5, 2, 2), dtype)
     dispatch = GOLDEN["ragged groups, an empty expert in the middle"].dispatch
     layer = {"x": case.x, "w1": w1, "w2": w2, "w3": w3, "dispatch": dispatch, "gates": gates}
     taken = {
@@ -511,7 +495,7 @@ def arguments(run, function):
         "dds": {"lhs": positive(0, (3, 6), dtype), "values": values, "topology": topology}
         | {"transpose_lhs": False, "parts": 2},
         "activate": {"a": a, "b": b, "activation": "swiglu"},
-        "activate_backward": {"d_y": d_y, "a": a, "b": b, "activation": "swiglu"},
+        "activate_backward": {"d_y_swi": d_y_swi, "a": a, "b": b, "activation": "swiglu"},
         "forward": layer | {"activation": "swiglu", "block": 2},
     }
     if function == "backward":
@@ -622,9 +606,9 @@ BAD_INPUT = [
     ("activate", {"b": None}, ValueError, "b is None, but swiglu is gated: pass b"),
     ("activate", {"activation": "relu"}, ValueError, "relu is not gated: b must be None"),
     ("activate", {"activation": "SwiGlu"}, ValueError, "unknown activation 'SwiGlu'. Did you mean 'swiglu'"),
-    ("activate_backward", {"d_y": np.ones((4, 2, 2))}, ValueError, r"d_y has shape \(4, 2, 2\), but .* \(nnz=5"),
-    ("activate_backward", {"d_y": None}, TypeError, "d_y is a NoneType"),
-    ("activate_backward", {"d_y": with_nan}, ValueError, r"d_y\[4, 1, 1\] is nan"),
+    ("activate_backward", {"d_y_swi": np.ones((4, 2, 2))}, ValueError, r"d_y_swi has shape \(4, 2, 2\), .*\(nnz=5"),
+    ("activate_backward", {"d_y_swi": None}, TypeError, "d_y_swi is a NoneType"),
+    ("activate_backward", {"d_y_swi": with_nan}, ValueError, r"d_y_swi\[4, 1, 1\] is nan"),
     ("activate_backward", {"b": None}, ValueError, "b is None, but swiglu is gated"),
     ("forward", {"block": 0}, ValueError, "block is 0, but it must be >= 1"),
     ("forward", {"block": 2.5}, TypeError, "block is 2.5"),
@@ -688,27 +672,6 @@ def test_what_bad_input_differs_from_is_accepted(function, run):
 
 
 # ---- planted faults -----------------------------------------------------------------------------------
-
-
-def all_zeros(function):
-    """``function`` that returns zeros of the right shapes."""
-
-    def faulty(*args, **options):
-        values = function(*args, **options)
-        return tuple(map(np.zeros_like, values)) if isinstance(values, tuple) else np.zeros_like(values)
-
-    return faulty
-
-
-def without_the_last(function):
-    """``function`` that never computes the last block, row or token of its result."""
-
-    def faulty(*args, **options):
-        values = function(*args, **options)
-        (values[0] if isinstance(values, tuple) else values)[-1] = 0.0
-        return values
-
-    return faulty
 
 
 def with_the_first_rhs(sdd):
@@ -874,10 +837,7 @@ def test_a_planted_fault_fails_a_check(fault, monkeypatch):
 TALL_MASK = np.vstack([MASK, MASK[:, ::-1], MASK, ~MASK])
 
 
-def on(executor, version):
-    """The stage as numpy functions on a given executor."""
-    options = {"executor": executor, "version": version}
-    return OpenStage(raw, nullcontext, executor.from_numpy, executor.to_numpy, options)
+on = partial(opened_raw, raw)
 
 
 def stated(file):
@@ -1060,12 +1020,12 @@ def test_the_rows_ask_for_the_bytes_that_their_header_states(dtype, d):
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
 @pytest.mark.parametrize(("dtype", "block"), [("float32", 3), ("bfloat16", 8)])
 def test_the_activation_asks_for_the_bytes_that_its_header_states(dtype, block, activation):
-    a, b, d_y = positive(1, (3, 37, block, block), dtype)
+    a, b, d_y_swi = positive(1, (3, 37, block, block), dtype)
     b = b if is_gated(activation) else None
     executor = SimtExecutor()
     with executor.recording() as launches:
         on(executor, "2_tiled").activate(a, b, activation)
-        on(executor, "2_tiled").activate_backward(d_y, a, b, activation)
+        on(executor, "2_tiled").activate_backward(d_y_swi, a, b, activation)
     symbols = {"V": a.size, "s": a.itemsize, "G": 1 + is_gated(activation), "THREADS": gemm.THREADS}
     for launch in launches:
         assert_as_stated(launch, "block_sparse/hidden.cu", symbols | {"PACK": 1 if block == 3 else 16 // a.itemsize})
@@ -1417,10 +1377,8 @@ def test_numba_gives_the_same_bits_every_time_even_of_strided_operands(check):
 
 @pytest.mark.parametrize("kernel", ["sdd", "dsd"])
 def test_numba_addresses_parts_where_they_lie(kernel, monkeypatch):
-    one, passed = sparse_of(np.tile(MASK, 2), 2, 3, "float32"), []
-    monkeypatch.setattr(
-        numba_block_sparse, "all_to_device", lambda *arrays: passed.extend(arrays) or runtime.all_to_device(*arrays)
-    )
+    one, passed, move = sparse_of(np.tile(MASK, 2), 2, 3, "float32"), [], runtime.all_to_device
+    monkeypatch.setattr(runtime, "all_to_device", lambda *arrays: passed.extend(arrays) or move(*arrays))
     of_parts = in_parts(matrix(1, one.K, one.extents[1], "float32"), 2)
     if kernel == "sdd":
         numba_block_sparse.sdd(matrix(2, one.extents[0], one.K, "float32"), of_parts, one.topology)
@@ -1438,11 +1396,11 @@ def test_the_numba_kernels_move_the_bytes_that_their_headers_state(activation, m
     topology = reference.build_topology(bins, h)
     x, y, gates = (positive(0, shape, "float32") for shape in ((L, d), (bins.P, d), (L, k)))
     one = sparse_of(mask_of(topology), block, d, "float32")
-    a, b, d_y = positive(1, (3, *one.values.shape), "float32")
+    a, b, d_y_swi = positive(1, (3, *one.values.shape), "float32")
     b = b if is_gated(activation) else None
     sizes = {"L": L, "d": d, "h": h, "E": E, "k": k, "R": L * k, "P": bins.P, "nnz": topology.nnz, "block": block}
     sizes |= {"THREADS": runtime.THREADS, "G": 1 if b is None else 2, "W": 0, "K": d, "N": E * h}
-    launches = counted_launches(monkeypatch, stage)
+    launches = counted_launches(monkeypatch, stage, numba_dispatch)
 
     def launched(*kernels, **more):
         assert kernels_as_stated(launches, sizes | more) == list(kernels)
@@ -1472,7 +1430,7 @@ def test_the_numba_kernels_move_the_bytes_that_their_headers_state(activation, m
     launched(stage.dsd_kernel(False, True), M=bins.P, T=0)
     stage.activate(a, b, activation)
     launched(stage.activate_kernel(activation))
-    stage.activate_backward(d_y, a, b, activation)
+    stage.activate_backward(d_y_swi, a, b, activation)
     launched(stage.activate_backward_kernel(activation))
 
 
@@ -1506,8 +1464,8 @@ FAULTS_IN_NUMBA = {  # what sees it: {what goes wrong: (text in the module, what
         "scatter: rows in token order": ("y[rows[slot], column]", "y[slot, column]"),
         "scatter: last token dropped": ("if token < num_tokens:", "if token < num_tokens - 1:"),
         "scatter: gates left out": ("if gates is None:", "if True:"),
-        "scatter: slots for rows": ("all_to_device(y, gates, bins.rows)", "all_to_device(y, gates, bins.slots)"),
-        "gate gradient: slots for rows": ("all_to_device(d_out, y, bins.rows)", "all_to_device(d_out, y, bins.slots)"),
+        "scatter: slots for rows": ("y, gates, bins.rows)", "y, gates, bins.slots)"),
+        "gate gradient: slots for rows": ("d_out, y, bins.rows)", "d_out, y, bins.slots)"),
     },
     "sdd": {
         "sdd: zeros": ("total += lhs[row, t] * rhs_at(rhs, t, column)", "total += ZERO"),

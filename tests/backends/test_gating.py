@@ -1,20 +1,21 @@
 """The router in every backend: choice, gates, both losses and their gradients, its checks, and planted faults."""
 
-from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from headers import assert_as_stated, stated
+from helpers import with_value
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planted import Planted, Quick, numba_with_fault, without_barrier
+from planted import Planted, Quick, numba_with_fault, opened_raw, without_barrier
 from simulator import counted_launches, kernels_as_stated, only_simulated
 
 from moeblaze_ref.backends.numpy_ref import gating as reference
 from moeblaze_ref.backends.raw_cuda import gating as raw_gating
-from moeblaze_ref.backends.registry import BACKENDS, OpenStage
+from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.structures import Gating
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.runtime import widest_pack
@@ -22,6 +23,7 @@ from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import relative_error
 
+on = partial(opened_raw, raw_gating)
 VERSIONS = tuple(raw_gating.VERSIONS)
 KERNELS = [("numba", None), *(("simt", version) for version in VERSIONS)]  # which need no GPU
 BOUND = 1e-5
@@ -37,12 +39,6 @@ renormalized_or_not = pytest.mark.parametrize("renormalize", [False, True])
 def stage(backend, version):
     """The stage of a backend, its outputs poisoned before they are written."""
     return BACKENDS[backend].open("gating", version)
-
-
-def on(executor, version):
-    """The raw CUDA stage on a given executor."""
-    options = {"executor": executor, "version": version}
-    return OpenStage(raw_gating, nullcontext, executor.from_numpy, executor.to_numpy, options)
 
 
 def make_logits(num_tokens, num_experts, step=0.0, dtype=np.float32):
@@ -106,13 +102,6 @@ def is_wrong(stage, logits, k, renormalize):
     except (AssertionError, KernelFault):
         return True
     return False
-
-
-def with_value(array, index, value):
-    """A copy of ``array`` with one element changed."""
-    array = array.copy()
-    array[index] = value
-    return array
 
 
 # ---- the specification ---------------------------------------------------------------------

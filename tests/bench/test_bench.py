@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import fields
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -236,18 +237,14 @@ def test_sorted_rows_know_their_tokens_slots_and_groups():
 # Accuracy -------------------------------------------------------------------------------------------------------------
 
 
-def spoiled(change):
+def spoiled(change, parameters):
     """A right layer whose output, or whose weights' part in it, is changed."""
 
-    def layer_of(parameters):
-        def forward(x):
-            wg, w1, w2, w3 = parameters.weights
-            out, chosen = baselines.gather_sum_layer(x, (wg, w1, w2, w3), parameters.k, parameters.activation)
-            return change(x, out, parameters), chosen
+    def forward(x):
+        out, chosen = baselines.build("gather_sum", parameters)(x)
+        return change(x, out, parameters), chosen
 
-        return forward
-
-    return layer_of
+    return forward
 
 
 FAULTS = {
@@ -265,25 +262,21 @@ def test_a_layer_with_a_fault_is_found(fault):
     parameters = make_parameters(TINY)
     spoil = FAULTS[fault]
     whole = lambda x, out, p: spoil(x, out, p) + 0 * sum(w.sum() for w in p.parameters())  # every gradient exists
-    assert not accepted(accuracy.worst_error(spoiled(whole)(parameters), parameters, *make_tokens(TINY)))
+    assert not accepted(accuracy.worst_error(spoiled(whole, parameters), parameters, *make_tokens(TINY)))
 
 
 LARGE = TINY.replace(L=4096)
 
 
-def altered(alter):
-    """The oracle in bfloat16, as a layer, with its routing and weights altered on the way."""
+def error_of(alter, large):
+    """Of a large step by the oracle in bfloat16, with its routing and weights altered on the way."""
+    parameters, tokens = large
 
-    def layer_of(parameters):
-        def forward(x):
-            wg, w1, w2, w3 = parameters.weights
-            routing = oracle.route(x, wg, parameters.k)
-            routing, w1, w2, w3 = alter(routing, w1, w2, w3)
-            return oracle.experts(x, routing, w1, w2, w3), routing.topk_experts
+    def forward(x):
+        routing, *weights = alter(oracle.route(x, parameters.wg, parameters.k), *parameters.weights[1:])
+        return oracle.experts(x, routing, *weights), routing.topk_experts
 
-        return forward
-
-    return layer_of
+    return accuracy.worst_error(forward, parameters, *tokens)
 
 
 def one_dropped(routing, *weights):
@@ -335,19 +328,16 @@ def large():
 
 @pytest.mark.parametrize("fault", AT_SIZE)
 def test_a_fault_in_a_large_step_is_found(fault, large):
-    parameters, tokens = large
-    assert not accepted(accuracy.worst_error(altered(AT_SIZE[fault])(parameters), parameters, *tokens))
+    assert not accepted(error_of(AT_SIZE[fault], large))
 
 
 def test_a_large_step_by_plain_torch_is_right(large):
-    parameters, tokens = large
-    error = accuracy.worst_error(altered(lambda *same: same)(parameters), parameters, *tokens)
+    error = error_of(lambda *same: same, large)
     assert accepted(error) and error.row > error.whole > 2**-9
 
 
 def test_a_dropped_row_shows_in_its_row_alone(large):
-    parameters, tokens = large
-    error = accuracy.worst_error(altered(one_dropped)(parameters), parameters, *tokens)
+    error = error_of(one_dropped, large)
     assert error.whole <= accuracy.BOUND < accuracy.ROW_BOUND < error.row
 
 
@@ -459,7 +449,7 @@ def test_ratios_and_rooflines_follow_from_the_times(layer_rows):
         assert (row["cublas_tflops"], row["copy_gb_s"]) == (FLOPS_PER_MS / 1e9, BYTES_PER_MS / 1e6)
 
 
-def test_bytes_are_measured(layer_rows):
+def test_bytes_are_measured_and_what_is_timed_is_right(layer_rows):
     x_and_d_out = 2 * TINY.L * TINY.d * TINY.itemsize
     assert {row["peak_bytes"] for row in layer_rows} == {PEAK + x_and_d_out}
     for row in layer_rows:
@@ -467,9 +457,6 @@ def test_bytes_are_measured(layer_rows):
             assert row["kept_bytes"] == account(TINY, "moeblaze", row["policy"]).kept_bytes
     kept = {row["system"]: row["kept_bytes"] for row in layer_rows}
     assert kept["grouped_mm"] > kept["gather_sum"] > kept["moeblaze"] > 0
-
-
-def test_what_is_timed_is_right(layer_rows):
     assert all(0 < row["error"] < row["row_error"] for row in layer_rows) and report.wrong(layer_rows) == []
 
 
@@ -487,11 +474,8 @@ def test_what_is_slower_does_not_read_as_equal():
 
 
 def test_a_layer_that_no_graph_holds_has_no_time_as_one(monkeypatch):
-    def refuse(work):
-        raise NoGraph("it waits for the device")
-
     device = PretendedDevice()
-    monkeypatch.setattr(device, "captured", refuse)
+    monkeypatch.setattr(device, "captured", Mock(side_effect=NoGraph("it waits for the device")))
     (row,) = layer.time_layer("tiny", TINY, layer.Choice(("gather_sum",), repetitions=1), device)
     assert row["graph_ms"] is None and row["step_ms"] > 0 and row["ratio_to"] == {}
     assert layer._graph_times(None, [None], LARGE_HIDDEN, layer.Choice(), device) == {}
@@ -689,19 +673,10 @@ def test_a_system_is_named_once():
 # Documents of the other systems ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def systems_file(tmp_path, monkeypatch, rows_of_systems):
-    """A file of the other systems."""
+def test_the_other_systems_have_blocks_of_their_own(tmp_path, rows_of_systems, recorded, monkeypatch):
     file = tmp_path / "systems.json"
     results.add(file, results.result("layer", rows_of_systems, None, 1))
-    monkeypatch.setattr(results, "SYSTEMS", file)
-    return results.load(file)
-
-
-def test_the_other_systems_have_blocks_of_their_own(systems_file, recorded, monkeypatch):
-    monkeypatch.setitem(
-        document.OF_OTHER_FILES, "systems", document._of_file(results.SYSTEMS, document._with_place("layer"))
-    )
+    monkeypatch.setitem(document.OF_OTHER_FILES, "systems", document._of_file(file, document._with_place("layer")))
     of_systems = document.fill("<!-- begin systems -->\nold\n<!-- end systems -->\n", recorded)
     assert "Run 0, wide:" in of_systems and "| wide | megablocks | 3_mma |" in of_systems and "old" not in of_systems
     assert "run 0, layer, once" in of_systems

@@ -64,23 +64,19 @@ def test_the_table_is_asked_for_this_gpu_version_kernel_and_class_of_layers(tabl
 
 
 @pytest.mark.parametrize(
-    ("executor", "version", "kernel", "layer"),
+    ("tuned", "executor", "version", "kernel", "layer"),
     [
-        (SimtExecutor(), "3_mma", "d_w", LAYER),
-        (OnGpu(), "3_mma_tf32", "d_w", LAYER),
-        (OnGpu(), "3_mma", "d_w3", LAYER),
-        (OnGpu(), "3_mma", "d_w", (16, *LAYER[1:])),
-        (OnGpu(), "3_mma", "d_w", (*LAYER[:3], 2**14)),
+        ("9.0", SimtExecutor(), "3_mma", "d_w", LAYER),
+        ("9.0", OnGpu(), "3_mma_tf32", "d_w", LAYER),
+        ("9.0", OnGpu(), "3_mma", "d_w3", LAYER),
+        ("9.0", OnGpu(), "3_mma", "d_w", (16, *LAYER[1:])),
+        ("9.0", OnGpu(), "3_mma", "d_w", (*LAYER[:3], 2**14)),
+        ("8.0", OnGpu(), "3_mma", "d_w", LAYER),  # another GPU
     ],
 )
-def test_what_the_table_does_not_name_gets_the_default(table, executor, version, kernel, layer):
-    table({"runs": [run()]})
+def test_what_the_table_does_not_name_gets_the_default(table, tuned, executor, version, kernel, layer):
+    table({"runs": [run(tuned)]})
     assert tiles.choose(executor, version, kernel, *layer) == tiles.DEFAULTS[version]
-
-
-def test_another_gpu_gets_the_default(table):
-    table({"runs": [run("8.0")]})
-    assert tiles.choose(OnGpu(), "3_mma", "d_w", *LAYER) == tiles.DEFAULTS["3_mma"]
 
 
 @pytest.mark.parametrize("version", [version for version in gemm.VERSIONS if version not in tiles.CANDIDATES])
@@ -104,10 +100,7 @@ def test_the_presets_that_are_timed_are_of_every_class():
         config = preset(name).config.replace(**({} if tokens is None else {"L": tokens}))
         classes.add(tiles.shape_class(config.R, config.E, config.d, config.h))
     assert classes == {(groups, weights) for groups in tiles.GROUPS for weights in tiles.WEIGHTS}
-
-
-def test_an_empty_layer_has_a_class():
-    assert tiles.shape_class(0, 4, 8, 16) == ("short", "small")
+    assert tiles.shape_class(0, 4, 8, 16) == ("short", "small"), "an empty layer has a class"
 
 
 @pytest.mark.parametrize("tile", [tile for version in ("3_mma", "3_mma_tf32") for tile in tiles.CANDIDATES[version]])

@@ -4,6 +4,7 @@ import functools
 import json
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from pretended import PretendedDevice
@@ -18,6 +19,7 @@ from moeblaze_ref.cli.terminal import check_table
 from moeblaze_ref.core import records
 from moeblaze_ref.core.config import POLICIES, preset
 from moeblaze_ref.core.structures import Gating
+from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.verify import check, comparisons
 from moeblaze_ref.verify.cases import option_cases, standard_cases
 from moeblaze_ref.verify.check import Row
@@ -37,21 +39,14 @@ def test_doctor_names_every_backend_and_what_to_do():
 
 
 def test_doctor_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("moeblaze_ref.runtime.simt.build.compiler", lambda: (_ for _ in ()).throw(_unavailable()))
-    result = moeblaze("doctor")
-    assert "to mend: install g++" in result.stdout
+    monkeypatch.setattr(build, "compiler", Mock(side_effect=build.SimtUnavailable("there is no g++; install g++")))
+    assert "to mend: install g++" in moeblaze("doctor").stdout
 
 
 def test_doctor_names_the_compiler(monkeypatch):
-    monkeypatch.setattr("moeblaze_ref.runtime.simt.build.compiler", lambda: ("python", "-m", "ziglang", "c++"))
-    monkeypatch.setattr("moeblaze_ref.runtime.simt.build.runtime_library", lambda: None)
+    monkeypatch.setattr(build, "compiler", lambda: ("python", "-m", "ziglang", "c++"))
+    monkeypatch.setattr(build, "runtime_library", lambda: None)
     assert "compiled by python -m ziglang c++, with CUDA's own headers" in moeblaze("doctor").stdout
-
-
-def _unavailable():
-    from moeblaze_ref.runtime.simt.build import SimtUnavailable
-
-    return SimtUnavailable("there is no g++; install g++")
 
 
 def test_check_prints_json_with_the_agreed_keys():
@@ -139,17 +134,9 @@ def test_memory_of_the_papers_example():
 def test_memory_lists_every_system_and_policy():
     systems = json.loads(moeblaze("memory", "--json").stdout)["systems"]
     found = [(system["system"], system["policy"]) for system in systems]
-    assert found == [
-        ("conventional", None),
-        ("sequential", None),
-        ("capacity", None),
-        ("dynamic_capacity", None),
-        ("megablocks_published", None),
-        ("megablocks_memory_optimized", None),
-        ("megablocks", None),
-        ("sonicmoe", None),
-        *(("moeblaze", policy) for policy in POLICIES),
-    ]
+    capacities, megablocks = ("capacity", "dynamic_capacity"), ("megablocks_published", "megablocks_memory_optimized")
+    others = ("conventional", "sequential", *capacities, *megablocks, "megablocks", "sonicmoe")
+    assert found == [*((name, None) for name in others), *(("moeblaze", policy) for policy in POLICIES)]
 
 
 def test_memory_takes_tokens_and_systems():
@@ -204,12 +191,13 @@ def test_the_demo_fails_when_a_check_fails(monkeypatch, tmp_path):
     assert result.exit_code == 1 and "FAIL" in result.stdout
 
 
-def test_only_a_gpu_is_timed(monkeypatch):
+@pytest.mark.parametrize("kind", ["layer", "ladder", "counters"])
+def test_only_a_gpu_is_timed(kind, monkeypatch):
     absent = SimpleNamespace(status=lambda: Status(False, "no CUDA device"))
     monkeypatch.setattr(plan, "BACKENDS", {"cuda": absent})
-    result = moeblaze("bench", "layer")
+    result = moeblaze("bench", kind)
     assert (result.exit_code, result.stdout) == (2, "") and "only a GPU is timed: no CUDA device" in result.stderr
-    assert "unknown preset 'conf9'" in moeblaze("bench", "layer", "--preset", "conf9").stderr
+    assert "unknown preset 'conf9'" in moeblaze("bench", kind, "--preset", "conf9").stderr
     assert "--policy minimal: only bench layer takes it" in moeblaze("bench", "stage", "--policy", "minimal").stderr
 
 
@@ -274,10 +262,7 @@ def test_every_record_is_tried_first(pretended_gpu, monkeypatch, tmp_path, comma
 
 
 def test_what_was_timed_is_shown_even_if_it_cannot_be_written(pretended_gpu, monkeypatch, tmp_path):
-    def full(*arguments):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(records, "write", full)
+    monkeypatch.setattr(records, "write", Mock(side_effect=OSError("No space left on device")))
     result = moeblaze(*TIME_GATING, "--record", tmp_path / "times.json")
     assert result.exit_code == 2 and "conf1, L=37" in result.stdout and "No space left on device" in result.stderr
 

@@ -401,14 +401,21 @@ def test_a_file_of_its_own_is_replaced_and_an_empty_one_filled(command):
         command.load(command.target)
 
 
+OUTPUTS = {"record", "out", "plots", "plot"}
+
+
+def options_of_commands():
+    """Each command with the names of its options."""
+    commands = typer.main.get_command(app.app).commands
+    return [(name, {option.name for option in one.params}) for name, one in commands.items()]
+
+
 def test_every_option_that_names_an_output_is_in_the_table():
     """A command that writes has --force, but training, which never replaces anything."""
-    outputs = {"record", "out", "plots", "plot"}
     found = set()
-    for name, one in typer.main.get_command(app.app).commands.items():
-        options = {option.name for option in one.params}
-        assert bool(options & outputs) == ("force" in options) or name == "train", name
-        found |= {(name, option) for option in options & outputs}
+    for name, options in options_of_commands():
+        assert bool(options & OUTPUTS) == ("force" in options) or name == "train", name
+        found |= {(name, option) for option in options & OUTPUTS}
     written = {(one.words[0], one.words[-1].lstrip("-")) for one in COMMANDS.values()}
     assert found - written == {("train", "out"), ("evidence", "out")}  # folders of runs, as below
 
@@ -463,11 +470,9 @@ def test_a_device_may_be_named_twice_and_two_files_may_share_a_folder(tmp_path, 
 
 
 def test_every_command_with_several_outputs_is_in_the_table_of_collisions():
-    outputs, several = {"record", "out", "plots", "plot"}, {}
-    for name, one in typer.main.get_command(app.app).commands.items():
-        options = {f"--{option.name}" for option in one.params if option.name in outputs}
-        if len(options) > 1:
-            several[name] = {frozenset(pair) for pair in itertools.combinations(options, 2)}
+    outputs = {name: [f"--{option}" for option in options & OUTPUTS] for name, options in options_of_commands()}
+    pairs = {name: set(map(frozenset, itertools.combinations(named, 2))) for name, named in outputs.items()}
+    several = {name: found for name, found in pairs.items() if found}
     tried = {
         name: {frozenset((a[0], b[0])) for words, _, a, b in COLLISIONS.values() if words[0] == name}
         for name in several

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import changed
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.core import checks
@@ -49,14 +50,6 @@ def test_an_integer_beyond_all_floats_is_not_finite(check, value, shown):
 #                      token_index_map       5  7  0  3  1  8  4  6  2  9
 
 
-def changed(name, changes):
-    """The golden Dispatch with some elements of one array replaced."""
-    array = getattr(GOLDEN_DISPATCH, name).copy()
-    for index, value in changes.items():
-        array[index] = value
-    return replace(GOLDEN_DISPATCH, **{name: array})
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "k", "routing"),
     [(0, 4, 2, "uniform"), (1, 1, 1, "uniform"), (29, 4, 4, "uniform"), (53, 6, 1, "hot"), (41, 8, 2, "empty")],
@@ -81,7 +74,7 @@ def test_every_right_dispatch_passes(num_tokens, num_experts, k, routing):
 )
 def test_a_dispatch_that_contradicts_itself_is_refused(name, changes, message):
     with pytest.raises(ValueError, match=message):
-        checks.check_dispatch(changed(name, changes))
+        checks.check_dispatch(changed(GOLDEN_DISPATCH, {name: changes}))
 
 
 def test_two_slots_at_one_position_are_refused_wherever_they_are():

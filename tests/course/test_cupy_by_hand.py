@@ -113,11 +113,8 @@ def test_nothing_is_recorded_without_a_gpu(no_gpu, tmp_path, monkeypatch, capsys
     assert not record.exists()
 
 
-def test_the_page_shows_every_record():
+def test_the_page_shows_every_record_or_says_that_there_is_none(tmp_path):
     assert unmarked(cupy_by_hand.fill(PAGE)) == unmarked(PAGE)
-
-
-def test_a_page_without_records_says_so(tmp_path):
     assert "*Not measured yet.*" in cupy_by_hand.fill(PAGE, tmp_path)
 
 

@@ -143,16 +143,12 @@ def test_every_slider_has_drawn_its_picture(executed):
         assert ["image/png" in output.get("data", {}) for output in shown] == [True], shown
 
 
-def pictures_of(path):
-    """(text, PNG) of every picture that is committed."""
-    shown = [output for cell in cells(path, "code") for output in cell.outputs if "image/png" in output.get("data", {})]
-    return [(output["metadata"]["image/png"]["alt"], output["data"]["image/png"]) for output in shown]
-
-
 def test_a_text_is_of_one_picture(path):
     """Two pictures that say the same are the same: a slider that begins where the picture above it stands."""
+    shown = [output for cell in cells(path, "code") for output in cell.outputs if "image/png" in output.get("data", {})]
     found = {}
-    for text, png in pictures_of(path):
+    for output in shown:
+        text, png = output["metadata"]["image/png"]["alt"], output["data"]["image/png"]
         assert found.setdefault(text, png) == png, text
 
 
@@ -191,9 +187,6 @@ def test_the_file_is_canonical(path):
     assert notebook(path).metadata == METADATA and notebook(path).nbformat_minor == 5
     assert path.stat().st_size <= outputs.MAX_BYTES
     nbformat.validate(notebook(path))
-
-
-def test_outputs_are_committed_as_every_run_has_them(path):
     assert outputs.settled(notebook(path)) == notebook(path)
     code = cells(path, "code")
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run `make notebooks`"
@@ -205,9 +198,16 @@ def test_cell_ids_are_names(path):
     assert not [name for name in ids if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name)]
 
 
-def test_code_fits_the_page(path):
-    long = [line for cell in cells(path, "code") for line in cell.source.splitlines() if len(line) > 100]
-    assert not long
+# Large numbers and units with decimals belong into output; definitions and hand arithmetic are smaller.
+UNWANTED = {
+    "code": r".{101,}|__global__|cuda\.jit",  # it fits the page; source is shown, not pasted
+    "markdown": r"\d\.\d+ ?(?:GB|GiB|MiB|MB|x\b|times)",
+}
+
+
+@pytest.mark.parametrize("kind", UNWANTED)
+def test_no_cell_holds_what_is_unwanted(path, kind):
+    assert not [cell.id for cell in cells(path, kind) if re.search(UNWANTED[kind], cell.source)]
 
 
 # What a course promises ----------------------------------------------------------------------------------------------
@@ -229,6 +229,8 @@ def test_it_has_every_section(prose):
     assert headings[0] == "The question" and headings[-1] == "Further reading"
     assert len(re.findall(r"^- \*\*", prose.partition("What surprised us\n")[2].partition("\n#")[0], re.MULTILINE)) >= 3
     assert PAPER.findall(prose.partition("### Further reading\n")[2])
+    numbers = re.findall(r"^## (\d+)\. ", prose, re.MULTILINE)
+    assert numbers == [str(number) for number in range(1, len(numbers) + 1)] and len(numbers) > 4
 
 
 PAPER = re.compile(r"\[arXiv (\d{4}\.\d{5})\]\(https://arxiv\.org/abs/\1\)")
@@ -249,11 +251,6 @@ def test_answers_are_folded_under_their_questions(prose):
     assert all("<" not in answer for _, answer in folded)
 
 
-def test_sections_are_numbered_in_order(prose):
-    headings = re.findall(r"^## (\d+)\. ", prose, re.MULTILINE)
-    assert headings == [str(number) for number in range(1, len(headings) + 1)] and len(headings) > 4
-
-
 def citations(path):
     """(section, name) of every "Section ... -> name" in the notebook's code."""
     lines = [line for cell in cells(path, "code") for line in cell.source.splitlines() if line.startswith("#")]
@@ -270,9 +267,6 @@ def test_every_citation_leads_to_code(path):
         else:
             assert name.startswith("moeblaze_ref.")
             pkgutil.resolve_name(name)  # raises if there is no such thing
-
-
-def test_a_cell_cites_before_it_shows(path):
     for cell in cells(path, "code"):
         lines = cell.source.splitlines()
         cited = [number for number, line in enumerate(lines) if line.startswith("#") and "->" in line]
@@ -318,22 +312,15 @@ def test_it_imports_and_never_redefines(path):
     for cell in cells(path, "code"):
         code = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
         assert not names_defined(code) & project, cell.id
-        assert "__global__" not in code and "cuda.jit" not in code, f"{cell.id}: source is shown, not pasted"
-
-
-def test_prose_leaves_bytes_to_the_cells_that_compute_them(path):
-    """Large numbers and units with decimals belong into output; definitions and hand arithmetic are smaller."""
-    for cell in cells(path, "markdown"):
-        assert not re.search(r"\d\.\d+ ?(?:GB|GiB|MiB|MB|x\b|times)", cell.source), cell.id
 
 
 # Outputs -------------------------------------------------------------------------------------------------------------
 
 
-def said(*lines, **metadata):
-    """A notebook of a cell that printed these lines."""
-    stream = nbformat.v4.new_output("stream", name="stdout", text="\n".join(lines))
-    cell = nbformat.v4.new_code_cell("say()", id="say", outputs=[stream], metadata=metadata)
+def said(line, **metadata):
+    """A notebook of a cell that printed this line, or nothing."""
+    stream = nbformat.v4.new_output("stream", name="stdout", text=line)
+    cell = nbformat.v4.new_code_cell("say()", id="say", outputs=[stream] if line else [], metadata=metadata)
     return nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {}})
 
 
@@ -349,17 +336,13 @@ def said(*lines, **metadata):
         ("step 7: 0.5", "step 8: 0.5", False),
         ("right", "wrong", False),
         ("a b 1.0", "a b 1.0 2.0", False),
+        ("anything", "", False),
     ],
 )
 def test_what_another_run_says_is_compared(one, other, same):
     found = list(outputs.differences(said(one), said(other)))
-    assert found == ([] if same else [f"cell say said {[one]}, and says {[other]}; run `make notebooks`"])
-
-
-def test_a_missing_output_is_a_difference():
-    silent = said("anything")
-    silent.cells[0].outputs = []
-    assert len(list(outputs.differences(said("anything"), silent))) == 1
+    saying = [[line] if line else [] for line in (one, other)]
+    assert found == ([] if same else ["cell say said {}, and says {}; run `make notebooks`".format(*saying)])
 
 
 def test_rounding_that_depends_on_the_processor_is_passed_over():
@@ -419,6 +402,8 @@ def test_python_is_shown_as_it_stands_without_the_sections_of_its_docstring():
     assert code.splitlines()[:3] == [*head, first] and "Parameters" not in code
     body = code.rpartition('"""\n')[2]
     assert "is_gated" in body and body in Path(layer_system.__file__).read_text()
+    (code,) = code_of(show_source(reference.route_indices))
+    assert "Down each expert's column" in code and "Parameters" not in code and "Section" not in code
 
 
 def test_a_function_with_a_contract_is_shown_with_it():
@@ -428,11 +413,6 @@ def test_a_function_with_a_contract_is_shown_with_it():
     line = gating.top_k.unchecked.__code__.co_firstlineno
     caption = f"`moeblaze_ref/backends/numpy_ref/gating.py, line {line}`\n"
     assert show_source(gating.top_k).data.startswith(caption)
-
-
-def test_prose_of_a_docstring_stays():
-    (code,) = code_of(show_source(reference.route_indices))
-    assert "Down each expert's column" in code and "Parameters" not in code and "Section" not in code
 
 
 def test_numba_kernels_and_methods_are_shown_too():
@@ -582,7 +562,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_memory_bars_are_as_long_as_the_bytes(shape):
+def test_memory_bars_are_as_long_as_the_bytes_and_lines_name_their_layer(shape):
     *sizes, activation, policy = shape
     (axes,) = drawn(memory.memory_bars(*shape)).axes
     ends = np.zeros(4)
@@ -595,18 +575,14 @@ def test_memory_bars_are_as_long_as_the_bytes(shape):
     np.testing.assert_allclose(ends / ends[0], np.array(kept) / kept[0])
     right = axes.get_xlim()[1]
     assert np.log2(right) % 2 == 0 and right / 8 < max(ends) < right
+    _, d, h, E, k = sizes
+    title = drawn(memory.memory_lines(d, h, E, k, activation)).axes[0].get_title(loc="left")
+    assert title == f"d = {d:,}, h = {h:,}, E = {E}, k = {k}, {activation}, bfloat16"
 
 
 def test_gpu_capacities_appear_when_they_come_into_reach():
     small, large = (memory.memory_bars(L, 2048, 8192, 16, 4, "swiglu", "paper") for L in (4096, 2**18))
     assert not {"80 GB", "141 GB"} & set(texts(small)) and {"80 GB", "141 GB"} <= set(texts(large))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_memory_lines(shape):
-    _, d, h, E, k, activation, _ = shape
-    title = drawn(memory.memory_lines(d, h, E, k, activation)).axes[0].get_title(loc="left")
-    assert title == f"d = {d:,}, h = {h:,}, E = {E}, k = {k}, {activation}, bfloat16"
 
 
 def test_areas_of_the_tensors_are_their_bytes():
@@ -703,9 +679,6 @@ def test_the_steps_of_the_papers_example_appear_one_by_one():
     assert shown_numbers(steps[4])[20:30] == [5, 7, 0, 3, 1, 8, 4, 6, 2, 9]
     arrays = [5, 7, 0, 3, 1, 8, 4, 6, 2, 9], [3, 2, 2, 3], [0, 3, 5, 7, 10], [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]
     assert shown_numbers(steps[5])[30:] == sum(arrays, [])
-
-
-def test_other_examples_can_be_stepped_through():
     assert len(shown_numbers(drawn(dispatch.dispatch_steps(random_topk(3, 9, 1), 9, 5)))) == 3 * 5 + 9 + 10
 
 
@@ -1147,16 +1120,12 @@ def test_a_box_lies_in_shared_memory_as_the_kernels_place_it():
     np.testing.assert_array_equal(hopper.box_in_shared_memory(16), expected)
 
 
-@pytest.mark.parametrize("chunk", [0, 3, 7])
+@pytest.mark.parametrize("chunk", range(8))
 def test_the_swizzle_picture_spreads_a_column_over_the_banks(chunk):
     matrix, shared = drawn(hopper.swizzle_picture(chunk)).axes
     places = {text.get_text(): text.get_position()[0] - 0.5 for text in shared.texts}
     assert places == {f"row {row}": chunk ^ row % 8 for row in range(16)}
     assert {text.get_position()[0] for text in matrix.texts} == {chunk + 0.5}
-
-
-@pytest.mark.parametrize("chunk", range(8))
-def test_a_column_of_a_box_is_one_pass_if_it_is_swizzled(chunk):
     reads = hopper.column_reads(chunk)
     assert {name: read.wavefronts for name, read in reads.items()} == {"plain lines": 8, "swizzled": 1}
 
@@ -1188,14 +1157,9 @@ def test_the_ring_picture_has_a_bar_for_each_of_a_steps_phases(stages):
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends)), "a stage has one user at a time"
 
 
-@pytest.mark.parametrize("fault", hopper.RING_FAULTS)
-def test_a_mistake_in_the_ring_is_said(fault):
-    said = hopper.ring_fault(fault)
-    assert said.startswith(("barrier_", "a wrong result, relative error")), said
-
-
-def test_mistakes_of_the_ring_end_alike_only_where_someone_runs_ahead():
+def test_mistakes_of_the_ring_are_said_and_end_alike_only_where_someone_runs_ahead():
     said = [hopper.ring_fault(name) for name in hopper.RING_FAULTS]
+    assert all(fault.startswith(("barrier_", "a wrong result, relative error")) for fault in said), said
     assert len(set(said[:3])) == 1 and "an arrival too many" in said[0]
     assert len(set(said[2:])) == len(said) - 2
     assert len({fault.why for fault in hopper.RING_FAULTS.values()}) == len(said)
@@ -1262,12 +1226,11 @@ class Placing(gemm.EditedExecutor):
     """Writes down the coordinates of every copy by TMA, block after block."""
 
     def __init__(self, band, blocks):
-        super().__init__(COPIES, TAKE_PLACES, workers=1)
+        super().__init__(COPIES, TAKE_PLACES, PLACES, workers=1)
         self.band, self.multiprocessors = band, blocks
 
     def load(self, file, text=None, **constants):
-        self.module = super().load(file, PLACES + inlined(file), **constants | {"BAND": self.band})
-        return self.module
+        return super().load(file, **constants | {"BAND": self.band})
 
     def take(self):
         found = np.zeros(1 + 4 * 4096, np.int32)
@@ -1690,12 +1653,7 @@ def test_the_toy_is_what_the_notebook_says_of_it():
     for axes, crossing in zip(figure.axes, (3 + 3, 2 + 1), strict=True):
         red = [band for band in axes.collections if tuple(band.get_facecolor()[0][:3]) == to_rgba(VERMILLION)[:3]]
         heights = [band.get_paths()[0].vertices[:, 1] for band in red]
-        assert sum(tall[1] - tall[0] for tall in map(edge, heights)) == pytest.approx(crossing)
-
-
-def edge(heights):
-    """The ends of a band's left edge."""
-    return sorted({heights[1], heights[-2]})
+        assert sum(abs(tall[1] - tall[-2]) for tall in heights) == pytest.approx(crossing), "by the bands' left edges"
 
 
 def test_every_clustering_of_four_experts_is_tried_once():

@@ -201,29 +201,23 @@ def test_the_glossary_has_the_words_of_all_documents():
     assert {"L", "expert_token_offsets", "slot", "megablocks", "by_gate", "KiB, MiB, GiB"} <= words.keys()
     listed = re.findall(r"^(\S.*)\n  ", glossary.page(), re.MULTILINE)
     assert listed == sorted(words, key=str.lower)
-
-
-def test_the_glossary_reads_the_tables_that_it_names():
     text = (ROOT / "docs" / "notation.md").read_text()
     assert all(f"\n## {heading}\n" in text for heading in glossary.NOTATION)
 
 
-def test_the_path_has_every_notebook():
-    notebooks = [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
-    table = (ROOT / "docs" / "path.md").read_text().partition("## How long it takes")[0]
-    assert re.findall(r"\(\.\./notebooks/(\S+\.ipynb)\)", table) == notebooks
-
-
 def test_plans_without_a_teacher_have_the_page_on_cuda_before_notebook_2():
-    plans = (ROOT / "docs" / "path.md").read_text().partition("## Syllabi")[2].split("### ")
+    plans = course_path.DOCUMENT.read_text().partition("## Syllabi")[2].split("### ")
     alone = [plan for plan in plans if re.match("An afternoon|A workshop|A week", plan)]
     assert len(alone) == 3
     for plan in alone:
         assert -1 < plan.find("](cuda.md)") < plan.find(f"](../notebooks/{SECOND}.ipynb)")
 
 
-def test_every_sheet_of_exercises_is_in_the_week_and_has_its_minutes():
+def test_the_path_has_every_notebook():
     text = course_path.DOCUMENT.read_text()
+    notebooks = [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    table = text.partition("## How long it takes")[0]
+    assert re.findall(r"\(\.\./notebooks/(\S+\.ipynb)\)", table) == notebooks
     sheets = [f"../notebooks/exercises/{sheet.course}.ipynb" for sheet in SHEETS]
     week = text.partition("### A week alone")[2]
     assert re.findall(r"\((\.\./notebooks/exercises/\S+)\)", week) == sheets
@@ -233,7 +227,7 @@ def test_every_sheet_of_exercises_is_in_the_week_and_has_its_minutes():
 
 def test_the_afternoon_takes_as_long_as_its_sheets():
     """Its lines about exercises add up to what the sheets of notebooks 0 and 2 are estimated at."""
-    plan = (ROOT / "docs" / "path.md").read_text().partition("### An afternoon")[2].partition("###")[0]
+    plan = course_path.DOCUMENT.read_text().partition("### An afternoon")[2].partition("###")[0]
     minutes = {line: int(number) for line, number in re.findall(r"^(\| (\d+) \|.*)$", plan, re.MULTILINE)}
     solved = [number for line, number in minutes.items() if "exercises/" in line or "the same |" in line]
     assert sum(solved) == sum(map(sum, map(course_path.exercise_minutes, ("00_memory_wall", SECOND))))
@@ -345,43 +339,27 @@ def said_by_python(path):
             yield node.value
 
 
-def said_by_c(path):
-    """Every string of a C++ file, formats as ``...``; neighbours are one."""
-    text = re.sub(r'"\s*\n\s*"', "", path.read_text())
-    return [re.sub(r"%l*[a-z]", "...", string) for string in re.findall(r'"((?:[^"\\\n]|\\.)*)"', text)]
-
-
-def said_by_make(path):
-    """Every string that the Makefile echoes, variables as ``...``."""
-    return re.findall(r"echo '([^']*)'", re.sub(r"\$\([^()]*(?:\([^()]*\))?\)", "...", path.read_text()))
-
-
-def said_by_shell(path):
-    """Every string of a shell script, variables and commands as ``...``; lines of comments are none."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    text = re.sub(r"\$(?:\w+|\{[^}]*\}|\([^()]*\))", "...", "\n".join(lines))
-    return [double or single for double, single in re.findall(r'"([^"]*)"|\'([^\']*)\'', text)]
-
-
 @functools.cache
 def said():
-    """Whatever the code can say, one string a line."""
+    """Whatever the code can say, one string a line; formats, variables and commands as ``...``."""
     package = ROOT / "moeblaze_ref"
     strings = [string for path in package.rglob("*.py") for string in said_by_python(path)]
-    strings += said_by_c(package / "runtime" / "simt" / "runtime.cpp") + said_by_make(ROOT / "Makefile")
-    strings += said_by_shell(ROOT / "scripts" / "system_packages.sh")
+    cpp = re.sub(r'"\s*\n\s*"', "", (package / "runtime" / "simt" / "runtime.cpp").read_text())  # neighbours are one
+    strings += [re.sub(r"%l*[a-z]", "...", string) for string in re.findall(r'"((?:[^"\\\n]|\\.)*)"', cpp)]
+    make = re.sub(r"\$\([^()]*(?:\([^()]*\))?\)", "...", (ROOT / "Makefile").read_text())
+    strings += re.findall(r"echo '([^']*)'", make)
+    lines = (ROOT / "scripts" / "system_packages.sh").read_text().splitlines()
+    shell = "\n".join(line for line in lines if not line.startswith("#"))
+    shell = re.sub(r"\$(?:\w+|\{[^}]*\}|\([^()]*\))", "...", shell)
+    strings += [double or single for double, single in re.findall(r'"([^"]*)"|\'([^\']*)\'', shell)]
     return "\n".join(strings)
 
 
-def quoted():
-    """The messages of docs/troubleshooting.md."""
-    return re.findall(r"^```text\n(.*?)\n```$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
+QUOTED = re.findall(r"^```text\n(.*?)\n```$", TROUBLES, re.MULTILINE)
+assert len(QUOTED) > 20
 
 
-@pytest.mark.parametrize("message", quoted())
+@pytest.mark.parametrize("message", QUOTED)
 def test_a_quoted_message_is_in_the_code(message):
     assert message in said()
-
-
-def test_messages_are_quoted():
-    assert len(quoted()) > 20

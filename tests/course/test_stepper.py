@@ -154,16 +154,6 @@ def test_another_warp_has_its_own_steps(monkeypatch):
     assert step.max == len(record.steps(3, 0))
 
 
-def test_steps_and_warps_that_do_not_exist_are_named():
-    steps = Stepper(walk(stride=1))
-    with pytest.raises(ValueError, match="unknown warp 'block 0, warp 9'. Did you mean 'block 0, warp 0'"):
-        steps.picture("block 0, warp 9", 1)
-    with pytest.raises(ValueError, match=r"step is 99, but it must be 1..5"):
-        steps.picture(FIRST, 99)
-    with pytest.raises(ValueError, match="kernel walk has no records"):
-        Stepper(walk(1, executor=RecordingExecutor(block=3)))
-
-
 # ---- the routing by hand ------------------------------------------------------------------------------
 
 
@@ -205,19 +195,6 @@ def test_sliders_draw_anew():
     assert len(buttons(shown)) == 8 * 6
 
 
-@pytest.mark.parametrize(
-    ("token", "expert", "message"), [(5, 0, "token is 5, but it must be 0..4"), (0, 4, "expert is 4")]
-)
-def test_tokens_and_experts_that_do_not_exist_are_named(token, expert, message):
-    with pytest.raises(ValueError, match=message):
-        grid().choose(token, expert)
-
-
-def test_more_tokens_than_a_picture_holds_are_refused():
-    with pytest.raises(ValueError, match="tokens is 9, but it must be 1..8"):
-        RoutingGrid(np.zeros((9, 1), np.int32), 2)
-
-
 def test_the_picture_holds_the_structures_and_the_rows_of_every_system():
     arrays, bins = drawn(explorer.routing_picture(grid().value, capacity_factor=0.8, block=4)).axes
     numbers = [int(word) for word in words(arrays) if word.isdigit()]
@@ -242,3 +219,22 @@ def test_the_smallest_and_the_largest_routing_are_drawn(shape):
     arrays, bins = drawn(explorer.routing_picture(Routing(choices, E), 1.0, 2)).axes
     assert words(arrays)[0] == f"R = {L * k} routed rows of {L} tokens and {E} experts"
     assert f"MoEBlaze: no buffer; R = {L * k} indices into x" in words(bins)
+
+
+# ---- what there is not ---------------------------------------------------------------------------------
+
+
+REFUSED = [
+    (lambda: Stepper(walk(1)).picture("block 0, warp 9", 1), "unknown warp 'block 0, warp 9'. Did you mean 'block 0,"),
+    (lambda: Stepper(walk(1)).picture(FIRST, 99), "step is 99, but it must be 1..5"),
+    (lambda: Stepper(walk(1, executor=RecordingExecutor(block=3))), "kernel walk has no records"),
+    (lambda: grid().choose(token=5, expert=0), "token is 5, but it must be 0..4"),
+    (lambda: grid().choose(token=0, expert=4), "expert is 4"),
+    (lambda: RoutingGrid(np.zeros((9, 1), np.int32), 2), "tokens is 9, but it must be 1..8"),
+]
+
+
+@pytest.mark.parametrize(("ask", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_there_is_not_is_refused(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask()

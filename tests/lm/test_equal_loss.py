@@ -6,12 +6,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import small_lm
 import torch
 from helpers import assert_told_apart_in_grey, unmarked
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.legend import Legend
 from small_lm import moeblaze
 from torch import nn
 
@@ -556,9 +558,7 @@ def test_the_command_fails_where_the_losses_differ(small, texts, monkeypatch):
 
 
 def test_the_command_stops_at_a_loss_that_is_not_finite(small, texts, monkeypatch):
-    def stop(*arguments, **options):
-        raise NonFinite("step 1: loss nan")
-
+    stop = Mock(side_effect=NonFinite("step 1: loss nan"))
     monkeypatch.setitem(evidence.KINDS, "free", evidence._step_by_step(stop))
     done = moeblaze("evidence", "free", "--device", "cpu", "--data", texts)
     assert done.exit_code == 1 and "error: step 1: loss nan" in done.output
@@ -644,7 +644,7 @@ def test_a_record_becomes_a_block_and_a_picture(kind, tmp_path):
     path = stored(tmp_path, kind, records()[kind])
     text = block(kind, {kind: [path]})
     assert f"](images/train_{kind}.png)" in text and "- device: " in text and " pass" in text and "FAIL" not in text
-    written = evidence_plots.write(evidence.load(path, kind), document.picture_of(path))
+    written = evidence_plots.write(evidence.load(path, kind), documents.picture_of(path))
     assert written == tmp_path / "images" / f"train_{kind}.png" and written.stat().st_size > 10_000
 
 
@@ -815,7 +815,7 @@ def test_every_run_has_a_line_with_its_name_and_the_axes_have_units(kind):
     found = records()[kind]
     figure = evidence_plots.picture(found)
     FigureCanvasAgg(figure).draw()
-    legends = [text.get_text() for axes in (*figure.axes, figure) for legend in _legends(axes) for text in legend.texts]
+    legends = [text.get_text() for legend in figure.findobj(Legend) for text in legend.texts]
     shown = found["runs"] if kind == "curves" else found["loss"].keys() - ({"oracle"} if kind == "free" else set())
     assert set(legends) == set(shown)
     assert all(axes.get_ylabel() for axes in figure.axes)
@@ -826,10 +826,6 @@ def test_every_run_has_a_line_with_its_name_and_the_axes_have_units(kind):
 def test_what_is_recorded_is_told_apart_in_grey(name):
     for path in filter(Path.exists, document.RECORDS[name]):
         assert_told_apart_in_grey(evidence_plots.picture(evidence.load(path, document.kind_of(name))))
-
-
-def _legends(owner):
-    return owner.legends if hasattr(owner, "legends") else [legend for legend in [owner.get_legend()] if legend]
 
 
 @pytest.mark.parametrize("kind", ["curves", "memory"])

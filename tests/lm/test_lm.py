@@ -44,10 +44,7 @@ def test_the_text_is_english_and_the_two_parts_share_no_paragraph():
     assert sum(paragraph.count(" the ") for paragraph in parts[0]) > 1000
     assert len(set(parts[0])) == len(parts[0])
     assert not set(parts[0]) & set(parts[1])
-
-
-def test_the_text_is_the_same_on_every_machine():
-    assert data.python_help().fingerprint == "93adb42145d8898f"
+    assert corpus.fingerprint == "93adb42145d8898f", "it is the same on every machine"
 
 
 def test_a_window_is_text_and_its_target_is_the_next_byte():
@@ -154,6 +151,7 @@ def test_the_moe_layer_is_made_from_the_configuration():
     config = LMConfig(d=24, h=40, E=5, k=3, layers=3, heads=3, activation="relu2")
     MoETransformer(config, factory)
     assert calls == [(24, 40, 5, 3, "relu2")] * 3
+    assert TINY.moe_layer(L=64) == MoEConfig(L=64, d=32, h=32, E=4, k=2, activation="swiglu", dtype="float32")
 
 
 @torch.no_grad()
@@ -183,10 +181,6 @@ def test_no_tokens_give_empty_results():
     assert output.logits.shape == (0, 8, TINY.vocab)
     layers = capture(model, torch.zeros((0, 8), dtype=torch.int64))
     assert [layer.topk_experts.shape for layer in layers] == [(0, TINY.k)] * TINY.layers
-
-
-def test_the_moe_layers_shape_is_a_moe_config():
-    assert TINY.moe_layer(L=64) == MoEConfig(L=64, d=32, h=32, E=4, k=2, activation="swiglu", dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_shared_experts_width_is_checked(shared, error, message):
 def test_the_presets_train_as_their_records_say():
     tiny, small = presets.preset("tiny"), presets.preset("lm-small")
     assert (tiny.precision, small.precision) == ("float32", "bfloat16")
-    assert (small.config.d, small.config.E, small.config.layers, small.steps) == (512, 16, 8, 2000)
+    assert (small.config.d, small.config.E, small.config.k, small.config.layers, small.steps) == (512, 16, 2, 8, 2000)
 
 
 def test_tiny_learns_in_its_first_quarter():

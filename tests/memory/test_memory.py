@@ -73,14 +73,11 @@ def input_of(config):
 # Worked out by hand --------------------------------------------------------------------------------------------------
 
 
-def test_the_papers_routed_buffer_and_intermediate():
+def test_the_papers_routed_buffer_and_intermediates():
     rows = by_name(account(preset("paper-deepseek").config, "conventional"))
     assert (rows["routed_x"].formula, rows["routed_x"].bytes) == ("L*k*d*2", 98_304_000_000)
     assert rows["routed_x"].shape == (8_000_000, 6144)
     assert (rows["a"].formula, rows["a"].bytes) == ("L*k*h*2", 4 * 98_304_000_000)
-
-
-def test_the_papers_conf3():
     kept = kept_sizes(account(preset("conf3").config, "moeblaze", "paper"))
     assert [kept[name] for name in ("a", "b", "y_swi")] == [2_147_483_648] * 3  # 6.4e9 bytes together
 
@@ -466,9 +463,7 @@ def test_measurements_are_shown_beside_the_formulas():
     measurements = [Measured(found[0], 1_502, ""), Measured(found[1], None, "not run")]
     data = report.as_json("small", SMALL, found, [], measurements)
     assert [one["measured_bytes"] for one in data["systems"]] == [1_502, None]
-    console = Console(width=100, file=io.StringIO())
-    console.print(report.tables(SMALL, found, [], measurements))
-    words = [line.split() for line in console.file.getvalue().splitlines()]
+    words = [line.split() for line in printed(SMALL, found, [], measurements).splitlines()]
     formulas = [one.kept_bytes for one in found]
     assert [found[0].label, f"{formulas[0]:,}", "1,502", f"{1_502 - formulas[0]:+,}"] in words
     assert [found[1].label, f"{formulas[1]:,}", "not", "run", "-"] in words
@@ -625,20 +620,20 @@ def test_notes_say_what_the_paper_prints():
     assert report.preset_notes("mixtral") == [PRESETS["mixtral"].note]
 
 
-def printed(config, notes=(), assumptions=Assumptions()):
+def printed(*arguments):
     console = Console(width=100, file=io.StringIO())
-    console.print(report.tables(config, accounts(config, assumptions=assumptions), notes))
+    console.print(report.tables(*arguments))
     return console.file.getvalue()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_tables_fit_100_columns_and_hold_every_row(name):
     config = preset(name).config
-    text = printed(config, report.preset_notes(name))
+    found = accounts(config)
+    text = printed(config, found, report.preset_notes(name))
     lines = text.splitlines()
     assert "…" not in text and max(map(len, lines)) <= 100
     words = [line.split() for line in lines]
-    found = accounts(config)
     unit = unit_for(max(one.peak_bytes for one in found))
     for one in found:
         for tensor in one.tensors:
@@ -652,7 +647,8 @@ def test_tables_fit_100_columns_and_hold_every_row(name):
 
 
 def test_tables_of_no_tokens():
-    assert "conventional 0.000" in " ".join(printed(SMALL.replace(L=0), assumptions=BLOCKS).split())
+    config = SMALL.replace(L=0)
+    assert "conventional 0.000" in " ".join(printed(config, accounts(config, assumptions=BLOCKS), []).split())
 
 
 def test_a_unit_keeps_three_digits_and_suits_the_largest_number():
@@ -705,13 +701,10 @@ def test_lines_are_the_peaks_and_dots_are_the_largest_tokens():
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
 
 
-def test_every_system_and_policy_has_its_style():
+def test_every_system_and_policy_has_its_style_and_tensors_are_told_apart_in_grey():
     assert plots.SYSTEM_COLORS.keys() == SYSTEMS.keys()
     assert plots.POLICY_LINES.keys() == {None, *POLICIES}
     assert len(set(plots.TENSOR_COLORS.values())) == len(plots.TENSOR_COLORS)
-
-
-def test_tensors_are_told_apart_in_grey():
     assert_told_apart_in_grey(plots.stacked_bars(accounts(preset("conf4").config)))
 
 

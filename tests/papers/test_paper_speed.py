@@ -21,12 +21,7 @@ from moeblaze_ref.papers.items import ITEMS
 
 LITTLE = MoEConfig(L=37, d=16, h=128, E=5, k=2)  # h: whole blocks of our MegaBlocks
 TIMED = MoEConfig(L=5, d=8, h=128, E=2, k=1)
-RUNNING = (
-    "megablocks_published",
-    "megablocks_published_memory_optimized",
-    "megablocks_published_block_sparse",
-    "sonicmoe",
-)
+RUNNING = tuple(foreign.SYSTEMS)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -104,16 +105,9 @@ def by(column, item, recorded):
 # The list -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_list_is_whole():
-    assert list(items.ITEMS) == IDS
-
-
-def test_each_item_has_claims(rows):
-    assert {row.item for row in rows} == set(IDS)
-
-
-def test_the_measured_items_are_those_that_need_a_gpu():
-    assert set(command.measurable()) == ON_A_GPU
+def test_the_list_is_whole_and_each_item_has_claims_and_columns_if_it_is_measured(rows):
+    assert list(items.ITEMS) == IDS and {row.item for row in rows} == set(IDS)
+    assert set(command.measurable()) == results.COLUMNS.keys() == ON_A_GPU
 
 
 def test_each_function_of_an_item_is_there():
@@ -122,27 +116,15 @@ def test_each_function_of_an_item_is_there():
             assert callable(function(name))
 
 
-def test_no_claim_fails(rows):
+def test_no_claim_fails_and_verdicts_occur_only_where_they_may(rows):
     assert claims.failures(rows) == []
-
-
-def test_verdicts_occur_only_where_they_may(rows):
     for row in rows:
-        if row.verdict is Verdict.NOT_PRINTED:
-            assert row.item in NOT_PRINTED and not row.printed, row
-        if row.verdict is Verdict.NOT_REPRODUCED:
-            assert row.item in NOT_REPRODUCED and row.printed, row
+        assert (row.verdict is Verdict.NOT_PRINTED) == (row.item in NOT_PRINTED and not row.printed), row
+        assert (row.verdict is Verdict.NOT_REPRODUCED) == (row.item in NOT_REPRODUCED), row
+        assert row.printed or row.item not in NOT_REPRODUCED, row
         if row.verdict is Verdict.NOT_MEASURED:
             assert row.item in ON_A_GPU | {"moeblaze-abstract", "megablocks-fig8"}, row
         assert row.why or row.verdict is Verdict.AGREES, row
-
-
-def test_what_is_not_reproduced_or_not_printed_has_no_other_verdict(rows):
-    for row in rows:
-        if row.item in NOT_REPRODUCED:
-            assert row.verdict is Verdict.NOT_REPRODUCED, row
-        if row.item in NOT_PRINTED and not row.printed:
-            assert row.verdict is Verdict.NOT_PRINTED, row
 
 
 def test_what_the_paper_does_not_compare_is_not_its_error(rows):
@@ -340,13 +322,15 @@ def test_every_measured_value_must_lie_in_the_printed_range(values, verdict):
     assert measured("x", PrintedNumber("1.4x to 3.7x", 1.4, 3.7), values, "", "other kernels").verdict is verdict
 
 
-def test_a_bound_and_a_sentence_have_verdicts_too():
+def test_a_bound_a_sentence_and_a_bar_have_verdicts_too():
     assert more_than(4, "over 4x").holds(4.1) and not more_than(4, "over 4x").holds(3.9)
     assert stated("x", "L = 6", False, "5").verdict is Verdict.FAILS
     five = Mistake("5", "five tokens")
     assert stated("x", "L = 6", False, "5", five).verdict is Verdict.PAPER_ERROR
     assert stated("x", "L = 6", False, "4", five).verdict is Verdict.FAILS
     assert stated("x", "L = 6", True, "6", five).verdict is Verdict.FAILS
+    bar = claims.not_printed("conf1, minimal", "604 MB", "H100: 605 MB")
+    assert bar.verdict is Verdict.NOT_PRINTED and claims.contradicted(bar).verdict is Verdict.FAILS
 
 
 def halved_tokens(monkeypatch):
@@ -411,11 +395,6 @@ def test_the_assignment_of_equation_8_costs_what_loops_say():
     slowest = [max(C[layer][a][b] * cost[a][b] for a in range(3) for b in range(3)) for layer in range(3)]
     what = "equation 8 for one assignment: sum over layers of the slowest pair"
     assert by("what", "moetuner-ilp2", Recorded())[what].formula == str(sum(slowest))
-
-
-def test_measured_bytes_that_are_not_the_formulas_fail():
-    row = claims.not_printed("conf1, minimal", "604 MB", "H100: 605 MB")
-    assert row.verdict is Verdict.NOT_PRINTED and claims.contradicted(row).verdict is Verdict.FAILS
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -561,8 +540,7 @@ def jobs_of(*numbers):
     return [lambda number=number: [{"ms": number}] for number in numbers]
 
 
-def interrupted():
-    raise KeyboardInterrupt
+interrupted = Mock(side_effect=KeyboardInterrupt)
 
 
 def test_runs_are_added_and_others_stay(path):
@@ -617,10 +595,6 @@ def recorded_run(**changes):
     """A file with one run of figure 4."""
     run = {"versions": {}, "commit": "c", "clocks": None, "finished": True} | changes
     return json.dumps({"device": "x", "items": {"moeblaze-fig4": [run]}})
-
-
-def test_every_measured_item_says_what_its_rows_have():
-    assert results.COLUMNS.keys() == ON_A_GPU
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,10 @@ def test_all_sizes_are_top_1_and_ungated(place):
     assert config.h % 128 == 0 and capacities.SIZES[place].steps % capacities.POINTS == 0
 
 
-def test_there_is_a_job_for_each_variant_and_seed():
+def test_there_is_a_job_for_each_variant_and_seed_and_a_further_run_has_the_seeds_that_follow():
     jobs = capacities.jobs(PretendedDevice())
     assert [job.args[:2] for job in jobs] == [(name, seed) for seed in range(5) for name in VARIANTS]
     assert all(job.args[2] == capacities.SIZES["cpu"] and job.args[4] == CPU for job in jobs)
-
-
-def test_a_further_run_has_the_seeds_that_follow():
     jobs = ITEMS[capacities.ITEM].jobs(PretendedDevice(), [{"seed": 7}, {"seed": 3}])
     assert [job.args[:2] for job in jobs] == [(name, seed) for seed in range(8, 13) for name in VARIANTS]
 

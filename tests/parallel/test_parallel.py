@@ -242,20 +242,24 @@ def test_every_fault_is_caught():
 # Argument checks
 
 
+SIZES = {"d": 8, "h": 8, "E": 4, "k": 2}
+
+
+def refused(error=ValueError, **wrong):
+    """What this rank says of a wrong layer."""
+    return str(pytest.raises(error, ExpertParallelMoE, **(SIZES | wrong)).value)
+
+
 def refusals():
     """What is said of wrong maps and layers, on a group of one."""
     one, two = Placement(np.zeros((2, 4), np.int32), 1, "m"), Placement(np.arange(4, dtype=np.int32)[None] % 2, 2)
-    sizes = {"d": 8, "h": 8, "E": 4, "k": 2}
-    return [
-        str(pytest.raises((ValueError, TypeError), ExpertParallelMoE, **(sizes | wrong)).value)
-        for wrong in (
-            {"placement": two},
-            {"placement": one, "E": 6},
-            {"placement": one, "layer": 2},
-            {"placement": [[0, 1, 2, 3]]},
-            {"placement": one, "policy": "papre"},
-        )
-    ]
+    return (
+        refused(placement=two),
+        refused(placement=one, E=6),
+        refused(placement=one, layer=2),
+        refused(TypeError, placement=[[0, 1, 2, 3]]),
+        refused(placement=one, policy="papre"),
+    )
 
 
 def test_wrong_maps_and_layers_are_refused():
@@ -270,15 +274,11 @@ def test_wrong_maps_and_layers_are_refused():
 def refusals_of_unlike_maps():
     """What every rank says where a rank has another map, another layer of it, or a map of more experts."""
     rank, rows = dist.get_rank(), np.arange(16, dtype=np.int32).reshape(2, 8) % 3
-    unlike = [
-        {"placement": Placement(rows if rank < 2 else 2 - rows, 3)},
-        {"placement": Placement(rows, 3), "layer": int(rank == 1)},
-        {"placement": Placement(rows[:, : 8 - (rank == 2)].copy(), 3), "E": 8 - (rank == 2)},
-    ]
-    return [
-        str(pytest.raises(ValueError, ExpertParallelMoE, **({"d": 8, "h": 8, "E": 8, "k": 2} | wrong)).value)
-        for wrong in unlike
-    ]
+    return (
+        refused(placement=Placement(rows if rank < 2 else 2 - rows, 3), E=8),
+        refused(placement=Placement(rows, 3), layer=int(rank == 1), E=8),
+        refused(placement=Placement(rows[:, : 8 - (rank == 2)].copy(), 3), E=8 - (rank == 2)),
+    )
 
 
 def test_ranks_with_unlike_maps_are_refused():
@@ -299,10 +299,9 @@ UNLIKE = {  # what rank 1 says otherwise: (what, what all say)
 
 
 def refusals_of_unlike_layers():
-    sizes = {"d": 8, "h": 8, "E": 4, "k": 2, "placement": Placement(np.arange(4, dtype=np.int32)[None] % 2, 2)}
+    alike = Placement(np.arange(4, dtype=np.int32)[None] % 2, 2)
     return [
-        str(pytest.raises(ValueError, ExpertParallelMoE, **(sizes | ({name: value} if dist.get_rank() else {}))).value)
-        for name, (value, _) in UNLIKE.items()
+        refused(placement=alike, **({name: value} if dist.get_rank() else {})) for name, (value, _) in UNLIKE.items()
     ]
 
 

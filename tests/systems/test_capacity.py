@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import SHAPES, Shape, routings
+from helpers import SHAPES, Shape, routings, with_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
@@ -734,12 +734,6 @@ def compare_with(counts=(5, 5, 0, 0), h=6, **options):
     return waste.compare(MoEConfig(5, 4, h, 4, 2), counts, **options)
 
 
-def changed(array, index, value):
-    array = array.copy()
-    array[index] = value
-    return array
-
-
 NAN, WIDE, (_, W1, W2, W3) = float("nan"), MoEConfig(5, 4, 8, 4, 2), CASE.weights
 BAD_VALUES = [
     (lambda: forward_with(factor=0), "capacity_factor is 0.0, but it must be above 0"),
@@ -752,35 +746,35 @@ BAD_VALUES = [
     (lambda: expert_capacity(-1, 4, 1.0), "R is -1, but it must be >= 0"),
     (lambda: expert_capacity(8, 0, 1.0), "E is 0, but it must be >= 1"),
     (lambda: forward_with(policy="by_gates"), "unknown drop policy 'by_gates'. Did you mean 'by_gate'"),
-    (lambda: forward_with(changed(CASE.x, (3, 1), np.nan)), r"x\[3, 1\] is nan, but x must be finite"),
-    (lambda: forward_with(changed(CASE.x, (0, 2), np.inf)), r"x\[0, 2\] is inf, but x must be finite"),
+    (lambda: forward_with(with_value(CASE.x, (3, 1), np.nan)), r"x\[3, 1\] is nan, but x must be finite"),
+    (lambda: forward_with(with_value(CASE.x, (0, 2), np.inf)), r"x\[0, 2\] is inf, but x must be finite"),
     (lambda: forward_with(CASE.x[:4]), r"x has shape \(4, 4\), but it must be \(L=5, d\)"),
     (lambda: forward_with(gates=GATES[:, :1]), r"gates has shape \(5, 1\), but it must be \(L=5, k=2\)"),
-    (lambda: forward_with(gates=changed(GATES, (2, 0), np.nan)), r"gates\[2, 0\] is nan"),
+    (lambda: forward_with(gates=with_value(GATES, (2, 0), np.nan)), r"gates\[2, 0\] is nan"),
     (lambda: capacity.fill(BUILT, GATES, -1), "capacity is -1, but it must be >= 0"),
     (lambda: capacity.fill(BUILT, GATES, 2, "arrival"), "Did you mean 'by_arrival'"),
     (lambda: backward_with(CASE.d_out[:3]), "d_out has shape"),
     (lambda: gather_with(CASE.x[:3]), "x has shape"),
     (lambda: capacity.scatter(np.zeros((4, 3, 4)), BINS), r"y has shape \(4, 3, 4\), .*\(E=4, C=2, d\)"),
     (
-        lambda: gather_with(rows=changed(BINS.rows, 3, 8)),
+        lambda: gather_with(rows=with_value(BINS.rows, 3, 8)),
         r"rows\[3\] is 8, but it must be one of the 8 reserved rows, or -1",
     ),
-    (lambda: gather_with(rows=changed(BINS.rows, 3, -2)), r"rows\[3\] is -2, but it must be"),
-    (lambda: gather_with(rows=changed(BINS.rows, 3, 2)), r"rows\[3\] is 2, but slots\[1, 0\] is 6: it must be 3"),
+    (lambda: gather_with(rows=with_value(BINS.rows, 3, -2)), r"rows\[3\] is -2, but it must be"),
+    (lambda: gather_with(rows=with_value(BINS.rows, 3, 2)), r"rows\[3\] is 2, but slots\[1, 0\] is 6: it must be 3"),
     (
-        lambda: gather_with(rows=changed(BINS.rows, 3, EMPTY)),
+        lambda: gather_with(rows=with_value(BINS.rows, 3, EMPTY)),
         r"slots\[1, 1\] is 3, but rows\[3\] is -1: it must be 3, or slots\[1, 1\] must be -1",
     ),
     (
-        lambda: gather_with(slots=changed(BINS.slots, (1, 0), 99)),
+        lambda: gather_with(slots=with_value(BINS.slots, (1, 0), 99)),
         r"slots\[1, 0\] is 99, but it must be one of the 10 routed slots, or -1",
     ),
     (lambda: gather_with(gates=GATES[:3]), r"gates has shape \(3, 2\), but it must be \(L=5, k=2\)"),
     (lambda: backward_with(w1=W1[:1]), r"w1 has shape \(1, 4, 6\), but it must be \(E=4"),
     (lambda: backward_with(w2=None), "w2 is None, but swiglu is gated: pass w2"),
     (lambda: backward_with(w2=W2[..., :3]), r"w2 has shape \(4, 4, 3\)"),
-    (lambda: backward_with(w1=changed(W1, (2, 1, 0), np.nan)), r"w1\[2, 1, 0\] is nan, but w1 must be finite"),
+    (lambda: backward_with(w1=with_value(W1, (2, 1, 0), np.nan)), r"w1\[2, 1, 0\] is nan, but w1 must be finite"),
     (
         lambda: capacity.dropped(BINS, dispatch.build(GOLDEN_TOPK_EXPERTS[:4], 4)),
         "bins has L = 5, but the dispatch has L = 4",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import RAGGED, SHAPES
-from stages import alter
+from stages import all_zeros, alter, without_the_last
 
 from moeblaze_ref.backends.numpy_ref import combine, layer
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig, is_gated
@@ -329,27 +329,6 @@ def test_strided_inputs_give_the_same():
     assert max(errors((output.out, *gradients), (expected.out, *expected_gradients))) < 1e-14
 
 
-def zero_the_last_row(function, result):
-    """``function`` with the last row of its ``result``-th value dropped (of its only one if None)."""
-
-    def faulty(*args, **kwargs):
-        values = function(*args, **kwargs)
-        (values if result is None else values[result])[-1] = 0.0
-        return values
-
-    return faulty
-
-
-def all_zeros(function):
-    """``function`` that returns zeros of the right shapes."""
-
-    def faulty(*args, **kwargs):
-        values = function(*args, **kwargs)
-        return tuple(map(np.zeros_like, values)) if isinstance(values, tuple) else np.zeros_like(values)
-
-    return faulty
-
-
 def of_the_first_call(function):
     """``function`` that is given the arguments of its first call every time."""
     calls = []
@@ -372,13 +351,13 @@ PLANTED_FAULTS = {
     "zeros: gate gradient": ("gating.backward", all_zeros),
     "zeros: balancing loss": ("gating.load_balancing_loss_backward", all_zeros),
     "zeros: z-loss": ("gating.router_z_loss_backward", all_zeros),
-    "dropped row: a": ("expert_up.forward", lambda f: zero_the_last_row(f, 0)),
-    "dropped row: y": ("expert_down.forward", lambda f: zero_the_last_row(f, None)),
-    "dropped row: out": ("combine.forward", lambda f: zero_the_last_row(f, None)),
-    "dropped row: d_a": ("expert_down.hidden_gradients", lambda f: zero_the_last_row(f, 0)),
-    "dropped row: gated_y": ("expert_down.hidden_gradients", lambda f: zero_the_last_row(f, 2)),
-    "dropped row: d_gates": ("expert_down.hidden_gradients", lambda f: zero_the_last_row(f, 3)),
-    "dropped row: d_x": ("expert_up.input_gradient", lambda f: zero_the_last_row(f, None)),
+    "dropped row: a": ("expert_up.forward", without_the_last),
+    "dropped row: y": ("expert_down.forward", without_the_last),
+    "dropped row: out": ("combine.forward", without_the_last),
+    "dropped row: d_a": ("expert_down.hidden_gradients", without_the_last),
+    "dropped row: gated_y": ("expert_down.hidden_gradients", lambda f: without_the_last(f, 2)),
+    "dropped row: d_gates": ("expert_down.hidden_gradients", lambda f: without_the_last(f, 3)),
+    "dropped row: d_x": ("expert_up.input_gradient", without_the_last),
     "d_w2 from d_a": ("expert_up.weight_gradient", of_the_first_call),
     "wrong expert": ("expert_down.forward", lambda f: lambda y_swi, w3, *rest: f(y_swi, np.roll(w3, 1, 0), *rest)),
     "unscaled gate": ("combine.forward", lambda f: lambda y, gates, *rest: f(y, np.ones_like(gates), *rest)),

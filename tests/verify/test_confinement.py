@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import mmap
 import os
@@ -115,10 +116,10 @@ NO_MORE_FILES = """
 """
 
 
-@pytest.mark.parametrize("supervise", ["without_seccomp", "without_landlock_and_seccomp"])
-def test_a_watcher_that_can_open_no_more_files_ends_all_the_same(mark, monkeypatch, capfd, supervise):
+@pytest.mark.parametrize("lacking", ["seccomp", "landlock and seccomp"])
+def test_a_watcher_that_can_open_no_more_files_ends_all_the_same(mark, monkeypatch, capfd, lacking):
     """As a kernel does to it where no system call is refused."""
-    monkeypatch.setattr(in_subprocess, "_supervise", getattr(hostile, f"supervise_{supervise}"))
+    monkeypatch.setattr(in_subprocess, "_supervise", functools.partial(hostile.supervise_without, lacking))
     lowers = (
         f'(void)!system("setsid setsid sleep {mark} &");'
         "const rlimit none = {0, 0}; prlimit(getppid(), RLIMIT_NOFILE, &none, nullptr);"
@@ -217,7 +218,7 @@ def test_a_file_in_memory_is_memory(mark, monkeypatch, shared_file, where):
     """One of /dev/shm, too, where the system does not refuse to make it."""
     opens = 'const int file = memfd_create("mine", 0);'
     if where == "shared memory":
-        monkeypatch.setattr(in_subprocess, "_supervise", hostile.supervise_without_landlock)
+        monkeypatch.setattr(in_subprocess, "_supervise", hostile.without_landlock)
         opens = opening(shared_file)
     with pytest.raises(ChildProcessError, match=TOO_MUCH):
         check(fill(opens, mark), guard.Limits(120, resident_bytes=1 << 30))
@@ -331,7 +332,7 @@ LEAVES = {
 def test_no_temporary_folder_is_left(place, what):
     """Nor a traceback; without the rights of root, and where the system does not keep the code from its own folder."""
     includes = "#include <cstdlib>\n#include <sys/stat.h>\n#include <unistd.h>\n"
-    command = check_command("hostile.supervise_without_landlock", "spawn", combine_that(LEAVES[what], includes))
+    command = check_command("hostile.without_landlock", "spawn", combine_that(LEAVES[what], includes))
     command = [sys.executable, "-c", WITHOUT_CAPABILITIES, *command]
     done = processes.run(command, env=environment(TMPDIR=str(place)))
     assert "right in all" in done.stdout and done.stderr == "", done.stdout + done.stderr

@@ -378,8 +378,8 @@ def test_a_kernel_that_ends_its_process_is_not_right():
 
 
 # The first of these is the system without Landlock.
-SYSTEMS = "hostile.supervise_without_landlock", "hostile.SUPERVISE"
-OPEN = "hostile.supervise_where_all_is_refused"
+SYSTEMS = "hostile.without_landlock", "hostile.SUPERVISE"
+OPEN = "hostile.where_all_is_refused"
 CONTEXTS = {"spawn": 3, "forkserver": 4}  # the checker's processes above the kernel's; the last is the one that asks
 CHECK = """
 import functools, multiprocessing, os, sys
@@ -486,7 +486,7 @@ def test_a_process_that_is_closed_twice_opens_when_the_last_has_left():
 
 
 def test_what_a_system_refuses_is_in_the_verdict(monkeypatch):
-    monkeypatch.setattr(in_subprocess, "_supervise", hostile.supervise_where_all_is_refused)
+    monkeypatch.setattr(in_subprocess, "_supervise", hostile.where_all_is_refused)
     verdict = check(WIDE_COMBINE)
     assert not verdict.first_problem
     assert "this system did not confine the kernel fully. It refuses: " in verdict.report

@@ -34,6 +34,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     float32_output,
     int32_output,
     launch,
+    per_element,
     to_caller,
     to_device,
 )
@@ -103,23 +104,15 @@ def pad(dispatch, block=128):
     experts, positions, offsets = all_to_device(
         dispatch.token_expert_indices, dispatch.token_index_map, dispatch.expert_token_offsets
     )
-    padded_offsets = _padded_offsets(offsets, block)
+    lengths = int32_output(dispatch.E)
+    launch(padded_lengths_kernel, blocks_for(dispatch.E), THREADS, offsets, block, lengths)
+    padded_offsets = dispatch_stage._scan(lengths)
     slots = int32_output(int(padded_offsets[dispatch.E]))  # (P,)
     rows = int32_output(dispatch.R)
     launch(mark_padding_kernel, dispatch.E, THREADS, offsets, padded_offsets, slots)
     launch(place_rows_kernel, blocks_for(dispatch.R), THREADS, experts, positions, offsets, padded_offsets, slots, rows)
     padded_offsets, slots, rows = to_caller(dispatch.expert_token_offsets, padded_offsets, slots, rows)
     return PaddedBins(padded_offsets, slots, rows, dispatch.k, block)
-
-
-def _padded_offsets(offsets, block):
-    """Where every expert's bin begins, (E + 1,), of the offsets (E + 1,) of its rows: the dispatch's scan."""
-    num_experts = offsets.shape[0] - 1
-    lengths, padded_offsets = int32_output(num_experts), int32_output(num_experts + 1)
-    launch(padded_lengths_kernel, blocks_for(num_experts), THREADS, offsets, block, lengths)
-    scan, shared_bytes = dispatch_stage.expert_offsets_kernel, dispatch_stage.SHARED_BYTES
-    launch(scan, 1, THREADS, lengths, padded_offsets, shared_bytes=shared_bytes)
-    return padded_offsets
 
 
 # The topology
@@ -247,20 +240,16 @@ def padded_scatter(y, bins, gates=None):
 
     Rows are summed in the order j = 0, ..., k - 1: always the same bits.
     """
-    out = float32_output((bins.L, y.shape[1]))
+    shape = bins.L, y.shape[1]
     if gates is None:
-        launch(sum_rows_kernel, blocks_for(out.size), THREADS, *all_to_device(y, bins.rows), out)
-    else:
-        launch(combine_kernel, blocks_for(out.size), THREADS, *all_to_device(y, gates, bins.rows), out)
-    return to_caller(y, out)[0]
+        return per_element(sum_rows_kernel, y, shape, y, bins.rows)
+    return per_element(combine_kernel, y, shape, y, gates, bins.rows)
 
 
 @implements(sparse_contracts.GATE_GRADIENT, ARRAYS)
 def gate_gradient(d_out, y, bins):
     """The kernel is that of the combine."""
-    d_gates = float32_output((bins.L, bins.k))
-    launch(d_gates_kernel, blocks_for(d_gates.size), THREADS, *all_to_device(d_out, y, bins.rows), d_gates)
-    return to_caller(d_out, d_gates)[0]
+    return per_element(d_gates_kernel, d_out, (bins.L, bins.k), d_out, y, bins.rows)
 
 
 # The three products
@@ -394,29 +383,22 @@ def dds_kernel(transpose_lhs):
 
 @implements(sparse_contracts.SDD, ARRAYS)
 def sdd(lhs, rhs, topology, transpose_rhs=False):
-    values = float32_output((topology.nnz, topology.block, topology.block))
-    operands = all_to_device(lhs, _parts(rhs), topology.row_indices, topology.column_indices)
-    launch(sdd_kernel(bool(transpose_rhs)), blocks_for(values.size), THREADS, *operands, values)
-    return to_caller(lhs, values)[0]
+    operands = lhs, _parts(rhs), topology.row_indices, topology.column_indices
+    return per_element(sdd_kernel(bool(transpose_rhs)), lhs, (topology.nnz, topology.block, topology.block), *operands)
 
 
 @implements(sparse_contracts.DSD, ARRAYS)
 def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
     rhs = _parts(rhs)
     lines = _by_column(topology) if transpose_lhs else _by_row(topology)
-    result = float32_output((topology.shape[1 if transpose_lhs else 0], _extents(rhs)[0 if transpose_rhs else 1]))
-    kernel = dsd_kernel(bool(transpose_lhs), bool(transpose_rhs))
-    launch(kernel, blocks_for(result.size), THREADS, *all_to_device(values, *lines, rhs), result)
-    return to_caller(values, result)[0]
+    shape = topology.shape[1 if transpose_lhs else 0], _extents(rhs)[0 if transpose_rhs else 1]
+    return per_element(dsd_kernel(bool(transpose_lhs), bool(transpose_rhs)), values, shape, values, *lines, rhs)
 
 
 @implements(sparse_contracts.DDS, ARRAYS)
 def dds(lhs, values, topology, transpose_lhs=False, parts=1):
-    like, lhs = lhs, _parts(lhs)
-    result = float32_output((parts, _extents(lhs)[1 if transpose_lhs else 0], topology.shape[1] // parts))
-    operands = all_to_device(lhs, values, *_by_column(topology))
-    launch(dds_kernel(bool(transpose_lhs)), blocks_for(result.size), THREADS, *operands, result)
-    return to_caller(like, result)[0]
+    shape = parts, lhs.shape[1 if transpose_lhs else 0], topology.shape[1] // parts
+    return per_element(dds_kernel(bool(transpose_lhs)), lhs, shape, _parts(lhs), values, *_by_column(topology))
 
 
 def _by_row(topology):
@@ -477,7 +459,7 @@ def activate_backward_kernel(activation):
     gated = is_gated(activation)
 
     @cuda.jit
-    def kernel(d_y, a, b, d_a, d_b):
+    def kernel(d_y_swi, a, b, d_a, d_b):
         """Take the gradient of every stored element back through the activation.
 
         Source        MegaBlocks, section 5.1; MoEBlaze, section 5: dB = dY * SiLU(A), dA = dY * B * SiLU'(A)
@@ -490,7 +472,7 @@ def activate_backward_kernel(activation):
         element = cuda.grid(1)
         number, i, j = element // (block * block), element // block % block, element % block
         if number < nnz:
-            d_value, a_value = d_y[number, i, j], a[number, i, j]
+            d_value, a_value = d_y_swi[number, i, j], a[number, i, j]
             if gated:
                 d_a[number, i, j] = d_value * b[number, i, j] * slope(a_value)
                 d_b[number, i, j] = d_value * act(a_value)
@@ -502,15 +484,13 @@ def activate_backward_kernel(activation):
 
 @implements(sparse_contracts.ACTIVATE, ARRAYS)
 def activate(a, b, activation):
-    y_swi = float32_output(a.shape)
-    launch(activate_kernel(activation), blocks_for(y_swi.size), THREADS, *all_to_device(a, b), y_swi)
-    return to_caller(a, y_swi)[0]
+    return per_element(activate_kernel(activation), a, a.shape, a, b)
 
 
 @implements(sparse_contracts.ACTIVATE_BACKWARD, ARRAYS)
-def activate_backward(d_y, a, b, activation):
+def activate_backward(d_y_swi, a, b, activation):
     d_a, d_b = float32_output(a.shape), None if b is None else float32_output(b.shape)
-    operands = all_to_device(d_y, a, b)
+    operands = all_to_device(d_y_swi, a, b)
     launch(activate_backward_kernel(activation), blocks_for(d_a.size), THREADS, *operands, d_a, d_b)
     return to_caller(a, d_a, d_b)
 

@@ -9,17 +9,7 @@ Sources: MoEBlaze (arXiv 2601.05296), section 3.1, for the reduction into (L, d)
 element has one writer, which adds in the order of the slots.
 """
 
-from moeblaze_ref.backends.numba_cuda.runtime import (
-    ARRAYS,
-    THREADS,
-    ZERO,
-    all_to_device,
-    blocks_for,
-    cuda,
-    float32_output,
-    launch,
-    to_caller,
-)
+from moeblaze_ref.backends.numba_cuda.runtime import ARRAYS, ZERO, cuda, per_element
 from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.core.contract import implements
 
@@ -83,16 +73,10 @@ def d_gates_kernel(d_out, y, token_index_map, d_gates):
 @implements(stage_contracts.COMBINE, ARRAYS)
 def forward(y, gates, dispatch):
     """Rows are summed in the order j = 0, ..., k - 1: always the same bits."""
-    out = float32_output((dispatch.L, y.shape[1]))
-    launch(combine_kernel, blocks_for(out.size), THREADS, *all_to_device(y, gates, dispatch.token_index_map), out)
-    return to_caller(y, out)[0]
+    return per_element(combine_kernel, y, (dispatch.L, y.shape[1]), y, gates, dispatch.token_index_map)
 
 
 @implements(stage_contracts.COMBINE_BACKWARD, ARRAYS)
 def backward(d_out, y, gates, dispatch):
-    d_y, d_gates = float32_output(y.shape), float32_output(gates.shape)
-    like = y
-    d_out, y, gates, token_index_map = all_to_device(d_out, y, gates, dispatch.token_index_map)
-    launch(d_y_kernel, blocks_for(d_y.size), THREADS, d_out, gates, token_index_map, d_y)
-    launch(d_gates_kernel, blocks_for(d_gates.size), THREADS, d_out, y, token_index_map, d_gates)
-    return to_caller(like, d_y, d_gates)
+    d_y = per_element(d_y_kernel, y, y.shape, d_out, gates, dispatch.token_index_map)
+    return d_y, per_element(d_gates_kernel, y, gates.shape, d_out, y, dispatch.token_index_map)

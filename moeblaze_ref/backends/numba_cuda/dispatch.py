@@ -264,22 +264,6 @@ def _route(dense_map, offsets, topk_experts):
     return outputs
 
 
-def _locate(dense_map, offsets):
-    """Step 3 as printed, first phase: the location map (L, E)."""
-    result = int32_output(dense_map.shape)
-    launch(location_map_kernel, dense_map.shape[1], THREADS, dense_map, offsets, result, shared_bytes=SHARED_BYTES)
-    return result
-
-
-def _write(dense_map, location_map, topk_experts):
-    """Step 3 as printed, second phase: expert_token_indices and token_index_map, each (R,)."""
-    num_routed = topk_experts.shape[0] * topk_experts.shape[1]
-    outputs = int32_output(num_routed), int32_output(num_routed)
-    blocks = blocks_for(dense_map.shape[0] * dense_map.shape[1])
-    launch(write_indices_kernel, blocks, THREADS, dense_map, location_map, topk_experts, *outputs)
-    return outputs
-
-
 # The steps and the stage, as the specification has them: checked arrays of the caller's kind
 
 
@@ -305,12 +289,17 @@ def route_indices(dense_map, offsets, topk_experts):
 
 @implements(stage_contracts.LOCATION_MAP, ARRAYS)
 def location_map(dense_map, offsets):
-    return to_caller(dense_map, _locate(*all_to_device(dense_map, offsets)))[0]
+    result, inputs = int32_output(dense_map.shape), all_to_device(dense_map, offsets)
+    launch(location_map_kernel, dense_map.shape[1], THREADS, *inputs, result, shared_bytes=SHARED_BYTES)
+    return to_caller(dense_map, result)[0]
 
 
 @implements(stage_contracts.WRITE_INDICES, ARRAYS)
 def write_indices(dense_map, location_map, topk_experts):
-    return to_caller(topk_experts, *_write(*all_to_device(dense_map, location_map, topk_experts)))
+    inputs = all_to_device(dense_map, location_map, topk_experts)
+    outputs = int32_output(inputs[2].size), int32_output(inputs[2].size)
+    launch(write_indices_kernel, blocks_for(inputs[0].size), THREADS, *inputs, *outputs)
+    return to_caller(topk_experts, *outputs)
 
 
 @implements(stage_contracts.BUILD_IN_KERNELS, ARRAYS)

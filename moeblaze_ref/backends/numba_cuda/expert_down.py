@@ -25,10 +25,10 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     THREADS,
     ZERO,
     all_to_device,
-    blocks_for,
     cuda,
     float32_output,
     launch,
+    per_element,
     to_caller,
     written_back,
 )
@@ -139,10 +139,8 @@ def d_w3_kernel(gated_y, d_out, expert_token_indices, expert_token_offsets, d_w3
 
 @implements(stage_contracts.EXPERT_DOWN, ARRAYS)
 def forward(y_swi, w3, dispatch):
-    y = float32_output((dispatch.R, w3.shape[2]))
-    operands = all_to_device(y_swi, w3, dispatch.token_expert_indices, dispatch.token_index_map)
-    launch(expert_down_kernel, blocks_for(y.size), THREADS, *operands, y)
-    return to_caller(y_swi, y)[0]
+    operands = y_swi, w3, dispatch.token_expert_indices, dispatch.token_index_map
+    return per_element(expert_down_kernel, y_swi, (dispatch.R, w3.shape[2]), *operands)
 
 
 @implements(stage_contracts.EXPERT_DOWN_D_HIDDEN, ARRAYS)
@@ -166,7 +164,5 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
 
 @implements(stage_contracts.EXPERT_DOWN_D_W3, ARRAYS)
 def weight_gradient(gated_y, d_out, dispatch):
-    d_w3 = float32_output((dispatch.E, gated_y.shape[1], d_out.shape[1]))
-    operands = all_to_device(gated_y, d_out, dispatch.expert_token_indices, dispatch.expert_token_offsets)
-    launch(d_w3_kernel, blocks_for(d_w3.size), THREADS, *operands, d_w3)
-    return to_caller(d_out, d_w3)[0]
+    operands = gated_y, d_out, dispatch.expert_token_indices, dispatch.expert_token_offsets
+    return per_element(d_w3_kernel, d_out, (dispatch.E, gated_y.shape[1], d_out.shape[1]), *operands)

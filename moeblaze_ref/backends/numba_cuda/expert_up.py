@@ -23,13 +23,12 @@ from moeblaze_ref.backends.numba_cuda.activation import NONLINEARITY
 from moeblaze_ref.backends.numba_cuda.runtime import (
     ARRAYS,
     EXECUTOR,
-    THREADS,
     ZERO,
     all_to_device,
-    blocks_for,
     cuda,
     float32_output,
     launch,
+    per_element,
     to_caller,
 )
 from moeblaze_ref.core import stage_contracts
@@ -177,15 +176,11 @@ def forward(x, w1, w2, dispatch, activation, stores=HIDDEN):
 @implements(stage_contracts.EXPERT_UP_D_X, ARRAYS)
 def input_gradient(d_a, d_b, w1, w2, dispatch):
     """Rows are summed over the slots of a token in their order: always the same bits."""
-    d_x = float32_output((dispatch.L, w1.shape[1]))
-    operands = all_to_device(d_a, d_b, w1, w2, dispatch.token_expert_indices, dispatch.token_index_map)
-    launch(d_x_kernel(w2 is not None), blocks_for(d_x.size), THREADS, *operands, d_x)
-    return to_caller(d_a, d_x)[0]
+    operands = d_a, d_b, w1, w2, dispatch.token_expert_indices, dispatch.token_index_map
+    return per_element(d_x_kernel(w2 is not None), d_a, (dispatch.L, w1.shape[1]), *operands)
 
 
 @implements(stage_contracts.EXPERT_UP_D_W, ARRAYS)
 def weight_gradient(d_hidden, x, dispatch):
-    d_w = float32_output((dispatch.E, x.shape[1], d_hidden.shape[1]))
-    operands = all_to_device(d_hidden, x, dispatch.expert_token_indices, dispatch.expert_token_offsets)
-    launch(d_w_kernel, blocks_for(d_w.size), THREADS, *operands, d_w)
-    return to_caller(x, d_w)[0]
+    operands = d_hidden, x, dispatch.expert_token_indices, dispatch.expert_token_offsets
+    return per_element(d_w_kernel, x, (dispatch.E, x.shape[1], d_hidden.shape[1]), *operands)

@@ -3,17 +3,7 @@
 Source: MoEBlaze (arXiv 2601.05296), section 2: X Wg, with Wg of shape (d, E).
 """
 
-from moeblaze_ref.backends.numba_cuda.runtime import (
-    ARRAYS,
-    THREADS,
-    ZERO,
-    all_to_device,
-    blocks_for,
-    cuda,
-    float32_output,
-    launch,
-    to_caller,
-)
+from moeblaze_ref.backends.numba_cuda.runtime import ARRAYS, ZERO, cuda, per_element
 from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.core.contract import implements
 
@@ -54,6 +44,4 @@ def weight_gradient(d_logits, x):
 
 def _matmul(left, right):
     """The product (m, n) of (m, p) and (p, n)."""
-    product = float32_output((left.shape[0], right.shape[1]))
-    launch(matmul_kernel, blocks_for(product.size), THREADS, *all_to_device(left, right), product)
-    return to_caller(left, product)[0]
+    return per_element(matmul_kernel, left, (left.shape[0], right.shape[1]), left, right)

@@ -176,3 +176,13 @@ def float32_output(shape):
     if _poisoning.get():
         return cuda.to_device(np.full(shape, np.nan, dtype=np.float32))
     return cuda.device_array(shape, dtype=np.float32)
+
+
+def per_element(kernel, like, shape, *operands):
+    """A float32 array (``shape``) of the kind of ``like``, of which a thread of the kernel computes each element.
+
+    The kernel takes the operands where `to_device` puts them, then the array.
+    """
+    result = float32_output(shape)
+    launch(kernel, blocks_for(result.size), THREADS, *all_to_device(*operands), result)
+    return to_caller(like, result)[0]

@@ -187,18 +187,12 @@ def _matrix(dense):
 
 @implements(sparse_contracts.ACTIVATE, ARRAYS)
 def activate(a, b, activation):
-    return activation_stage.forward.unchecked(_as_rows(a), _as_rows(b), activation).reshape(a.shape)
+    return activation_stage.forward.unchecked(a, b, activation)  # which does not ask whose rows these are
 
 
 @implements(sparse_contracts.ACTIVATE_BACKWARD, ARRAYS)
-def activate_backward(d_y, a, b, activation):
-    found = activation_stage.backward.unchecked(_as_rows(d_y), _as_rows(a), _as_rows(b), activation)
-    return tuple(None if gradient is None else gradient.reshape(a.shape) for gradient in found)
-
-
-def _as_rows(values):
-    """(nnz, block, block) as (nnz block, block): the activation does not ask which rows these are."""
-    return None if values is None else values.reshape(-1, values.shape[-1])
+def activate_backward(d_y_swi, a, b, activation):
+    return activation_stage.backward.unchecked(d_y_swi, a, b, activation)
 
 
 # The layer ------------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def forward(
     x_rows = gather.unchecked(x, bins)  # (E, C, d)
     a = x_rows @ w1  # (E, C, h)
     b = None if w2 is None else x_rows @ w2  # (E, C, h)
-    y_swi = activation_stage.forward.unchecked(_as_rows(a), _as_rows(b), activation).reshape(a.shape)  # zero as x_rows
+    y_swi = activation_stage.forward.unchecked(a, b, activation)  # (E, C, h), zero where x_rows is
     y = y_swi @ w3  # (E, C, d)
     out = scatter.unchecked(y, bins, gates)
     return out, Saved(bins, gates, x_rows, a, b, y_swi, y, activation)
@@ -119,17 +119,10 @@ def backward(d_out, saved, w1, w2, w3) -> Gradients:
     d_gates = gate_gradient.unchecked(d_out, saved.y, bins)
     d_y = gather.unchecked(d_out, bins, saved.gates)  # (E, C, d)
     d_w3 = saved.y_swi.mT @ d_y  # (E, h, d)
-    rows = _as_rows(d_y @ w3.mT), _as_rows(saved.a), _as_rows(saved.b)
-    d_hidden = activation_stage.backward.unchecked(*rows, saved.activation)
-    d_a, d_b = (None if d is None else d.reshape(saved.a.shape) for d in d_hidden)  # (E, C, h) each
+    d_a, d_b = activation_stage.backward.unchecked(d_y @ w3.mT, saved.a, saved.b, saved.activation)  # (E, C, h) each
     d_w1, d_w2 = (None if d is None else saved.x_rows.mT @ d for d in (d_a, d_b))  # (E, d, h) each
     d_rows = d_a @ w1.mT  # (E, C, d)
     if d_b is not None:
         d_rows += d_b @ w2.mT
     d_x = scatter.unchecked(d_rows, bins)
     return Gradients(d_x, d_w1, d_w2, d_w3, d_gates)
-
-
-def _as_rows(values):
-    """(E, C, h) as (E C, h): the activation does not ask whose rows these are."""
-    return None if values is None else values.reshape(-1, values.shape[-1])

@@ -370,7 +370,7 @@ def activate(
 
 @implements(sparse_contracts.ACTIVATE_BACKWARD, gemm.ARRAYS)
 def activate_backward(
-    d_y: Array,
+    d_y_swi: Array,
     a: Array,
     b: Array | None,
     activation: str,
@@ -381,7 +381,7 @@ def activate_backward(
     d_a = executor.empty(a.shape, dtype)
     d_b = executor.empty(a.shape, dtype) if is_gated(activation) else None
     if size_of(a):
-        values = {"d_y": d_y, "a": a, "b": gemm.or_nothing(executor, b, a)}
+        values = {"d_y_swi": d_y_swi, "a": a, "b": gemm.or_nothing(executor, b, a)}
         gradients = {"d_a": d_a, "d_b": gemm.or_nothing(executor, d_b, a)}
         _between(executor, dtype, activation, "activate_backward", a.shape, **values, **gradients)
     return d_a, d_b

@@ -210,25 +210,5 @@ def hidden_gradients(
 def weight_gradient(
     gated_y: Array, d_out: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
-    E, h, d = dispatch.E, gated_y.shape[1], d_out.shape[1]
-    dtype = gemm.check_version("expert_down", version, VERSIONS, d_out, d=d, h=h)
-    executor = executor or executor_for(d_out)
-    if dispatch.R == 0:
-        return executor.full((E, h, d), dtype, 0)
-    d_w3 = executor.empty((E, h, d), dtype)
-    tile = tiles.choose(executor, version, "d_w3", dispatch.R, E, d, h)
-    # The kernel does not depend on the activation.
-    module = executor.load(gemm.file_of("expert_down", version), **gemm.constants(dtype, "swiglu", tile))
-    module.launch(
-        "d_w3",
-        **gemm.weights_launch(executor, version, E, h, d, tile),
-        **gemm.mapped_too(executor, version, "gated_y", gated_y),
-        gated_y=gated_y,
-        d_out=d_out,
-        expert_token_indices=dispatch.expert_token_indices,
-        expert_token_offsets=dispatch.expert_token_offsets,
-        d_w3=d_w3,
-        d=d,
-        h=h,
-    )
-    return d_w3
+    operands, shape = {"gated_y": gated_y, "d_out": d_out}, (gated_y.shape[1], d_out.shape[1])
+    return gemm.weight_gradient("expert_down", "d_w3", operands, shape, dispatch, executor, version)

@@ -141,25 +141,5 @@ def _sum_stored_rows(executor, module, version, tile, operands, dispatch, d_x, f
 def weight_gradient(
     d_hidden: Array, x: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
-    E, d, h = dispatch.E, x.shape[1], d_hidden.shape[1]
-    dtype = gemm.check_version("expert_up", version, VERSIONS, x, d=d, h=h)
-    executor = executor or executor_for(x)
-    if dispatch.R == 0:
-        return executor.full((E, d, h), dtype, 0)
-    d_w = executor.empty((E, d, h), dtype)
-    tile = tiles.choose(executor, version, "d_w", dispatch.R, E, d, h)
-    # The kernel does not depend on the activation.
-    module = executor.load(gemm.file_of("expert_up", version), **gemm.constants(dtype, "swiglu", tile))
-    module.launch(
-        "d_w",
-        **gemm.weights_launch(executor, version, E, d, h, tile),
-        **gemm.mapped_too(executor, version, "d_hidden", d_hidden),
-        d_hidden=d_hidden,
-        x=x,
-        expert_token_indices=dispatch.expert_token_indices,
-        expert_token_offsets=dispatch.expert_token_offsets,
-        d_w=d_w,
-        d=d,
-        h=h,
-    )
-    return d_w
+    operands, shape = {"d_hidden": d_hidden, "x": x}, (x.shape[1], d_hidden.shape[1])
+    return gemm.weight_gradient("expert_up", "d_w", operands, shape, dispatch, executor, version)

@@ -128,17 +128,16 @@ def expert_shares(topk_experts: Array, num_experts: int, executor: Executor | No
     return shares
 
 
-def _sum_terms(executor: Executor, terms: Array, scale: float) -> Array:
-    """scale * the sum of the blocks' terms, 0-d."""
-    total = executor.empty((), "float32")
+def _mean_of_terms(
+    executor: Executor, version: str, kernel: str, rows: Array, factor: float = 1.0, **inputs: Array
+) -> Array:
+    """factor / L * the sum of the terms that the blocks of a kernel leave for an (L, E) array, 0-d."""
+    terms = executor.empty((ceil_div(len(rows), TOKENS[version]),), "float32")
+    _over_tokens(executor, version, kernel, rows, **inputs, terms=terms)
+    total, scale = executor.empty((), "float32"), factor / max(len(rows), 1)
     module = executor.load("gating/sums.cu", THREADS=THREADS)
     module.launch("sum_terms", grid=1, block=THREADS, terms=terms, total=total, scale=scale, num_terms=terms.shape[0])
     return total
-
-
-def _empty_terms(executor: Executor, version: str, num_tokens: int) -> Array:
-    """Room for what each block leaves of a loss."""
-    return executor.empty((ceil_div(num_tokens, TOKENS[version]),), "float32")
 
 
 @implements(stage_contracts.GATING_IN_KERNELS, ARRAYS)
@@ -222,17 +221,13 @@ def load_balancing_loss(
     version: str = DEFAULT_VERSION,
 ) -> Array:
     executor = _prepare(executor, version, probs)
-    L, E = probs.shape
+    E = probs.shape[1]
     if shares is None:
         shares = expert_shares(topk_experts, E, executor)
-    terms = _empty_terms(executor, version, L)
-    _over_tokens(executor, version, "load_balancing_terms", probs, probs=probs, shares=shares, terms=terms)
-    return _sum_terms(executor, terms, scale=E / max(L, 1))
+    return _mean_of_terms(executor, version, "load_balancing_terms", probs, E, probs=probs, shares=shares)
 
 
 @implements(stage_contracts.ROUTER_Z_LOSS_IN_KERNELS, ARRAYS)
 def router_z_loss(logits: Array, executor: Executor | None = None, version: str = DEFAULT_VERSION) -> Array:
     executor = _prepare(executor, version, logits)
-    terms = _empty_terms(executor, version, len(logits))
-    _over_tokens(executor, version, "router_z_terms", logits, logits=logits, terms=terms)
-    return _sum_terms(executor, terms, scale=1.0 / max(len(logits), 1))
+    return _mean_of_terms(executor, version, "router_z_terms", logits, logits=logits)

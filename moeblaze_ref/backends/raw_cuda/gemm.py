@@ -7,12 +7,13 @@ from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
 
+from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.backends.raw_cuda.tiles import Tile
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.structures import Array, Dispatch
-from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
+from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
 
 THREADS = 256
 WARP = 32
@@ -129,11 +130,6 @@ def second_operand(executor: Executor, version: str, array: Array | None, first:
     return or_nothing(executor, array, first)
 
 
-def mapped_too(executor: Executor, version: str, name: str, array: Array) -> dict[str, Any]:
-    """The argument NAME_map of a kernel that takes the array itself as well: 7_persistent alone has it."""
-    return {f"{name}_map": executor.tensor_map(array, DEPTH_BOX)} if version == HOPPER else {}
-
-
 @functools.cache
 def portable_version(dtype: str, d: int, h: int) -> str:
     """The fastest version that runs on every GPU and computes in this dtype at these widths; never ``TF32``."""
@@ -229,6 +225,45 @@ def weights_launch(
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     tile_rows, tile_columns = extent(tile)
     return per_tile(tile, (ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts))
+
+
+def weight_gradient(
+    stage: str,
+    kernel: str,
+    operands: dict[str, Array],
+    shape: tuple[int, int],
+    dispatch: Dispatch,
+    executor: Executor | None,
+    version: str,
+) -> Array:
+    """The gradients, ``(E, *shape)``, of every expert's weight, by a kernel whose result has its name.
+
+    ``operands`` are the kernel's: hidden rows (R, h), then what is gathered, (L, d).
+    """
+    (name, hidden), (_, gathered) = operands.items()
+    d, h = gathered.shape[1], hidden.shape[1]
+    dtype = check_version(stage, version, VERSIONS, gathered, d=d, h=h)
+    executor = executor or executor_for(gathered)
+    if dispatch.R == 0:
+        return executor.full((dispatch.E, *shape), dtype, 0)
+    result = executor.empty((dispatch.E, *shape), dtype)
+    tile = tiles.choose(executor, version, kernel, dispatch.R, dispatch.E, d, h)
+    # The kernel does not depend on the activation.
+    module = executor.load(file_of(stage, version), **constants(dtype, "swiglu", tile))
+    # 7_persistent takes the hidden rows in boxes, too.
+    boxes = {f"{name}_map": executor.tensor_map(hidden, DEPTH_BOX)} if version == HOPPER else {}
+    module.launch(
+        kernel,
+        **weights_launch(executor, version, dispatch.E, *shape, tile),
+        **boxes,
+        **operands,
+        expert_token_indices=dispatch.expert_token_indices,
+        expert_token_offsets=dispatch.expert_token_offsets,
+        **{kernel: result},
+        d=d,
+        h=h,
+    )
+    return result
 
 
 @functools.cache

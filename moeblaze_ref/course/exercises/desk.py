@@ -10,7 +10,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.units import GB, GIB, KIB, MB, MIB
 from moeblaze_ref.course.exercises.exercise import Construction, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.sheets import EXERCISES
-from moeblaze_ref.course.notebook.markdown import table
+from moeblaze_ref.course.notebook.markdown import cell_text, table
 from moeblaze_ref.verify import in_subprocess
 
 FAILURES_BEFORE_HINT = 2
@@ -56,7 +56,7 @@ class Desk:
             if wrong := _wrong(key, said[key], truth[key], asked.unit):
                 raise self._unsolved(wrong)
         rows = [
-            {"number": f"`{key}`", "predicted": _text(said[key]), "computed": _text(truth[key]), "": asked.unit}
+            {"number": f"`{key}`", "predicted": cell_text(said[key]), "computed": cell_text(truth[key]), "": asked.unit}
             for key, asked in exercise.asked.items()
         ]
         by = f"Computed by `{exercise.computed_by}`."
@@ -171,8 +171,8 @@ def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
         return ""
     for other, size in OTHER_UNITS.items() if unit == "bytes" else ():
         if math.isclose(said * size, truth, rel_tol=TOLERANCE):
-            return f"{name} is {_text(said)}, as if in {other}, but bytes are asked for"
-    return f"{name} is {_text(said)}, which is {_how_far(said, truth)}"
+            return f"{name} is {cell_text(said)}, as if in {other}, but bytes are asked for"
+    return f"{name} is {cell_text(said)}, which is {_how_far(said, truth)}"
 
 
 def _how_far(said: float, truth: float) -> str:
@@ -185,9 +185,3 @@ def _how_far(said: float, truth: float) -> str:
     size = next((f"below {bound:,}" for bound in FACTORS if factor < bound), f"of {FACTORS[-1]:,} or more")
     side = "more" if said > truth else "less"
     return f"{side} than what the project computes, by a factor {size}"
-
-
-def _text(number: float | str) -> str:
-    if isinstance(number, str):
-        return number
-    return f"{number:,}" if isinstance(number, int) else f"{float(number):,.4g}"

@@ -1,5 +1,6 @@
 """Exercises: the question, the reader's starting point and the solution."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -123,16 +124,15 @@ class KernelExercise(_Stated):
     kind: str  #: "numba", "cuda" or "bug"
     task: str  #: what the kernel must do, one of ``checker.CONTRACTS``
     kernel: Kernel  #: the right one
-    change: tuple[str, str]  #: lines of the solution, and what the reader finds in their place
+    change: tuple[str, str]  #: lines of the solution, ``...`` for any between, and what the reader finds in their place
     budgets: tuple[str, ...]  #: as of `checker.examine`
 
     noun, call = "kernel", "begins with %%check"
 
     def __post_init__(self):
         super().__post_init__()
-        right, _ = self.change
-        if self.solution.count(right) != 1:
-            raise ValueError(f"{self.name}: the solution has {right!r} {self.solution.count(right)} times, not once")
+        if (times := len(self._changed())) != 1:
+            raise ValueError(f"{self.name}: the solution has {self.change[0]!r} {times} times, not once")
 
     @property
     def language(self) -> str:
@@ -152,7 +152,11 @@ class KernelExercise(_Stated):
     @property
     def unsolved(self) -> str:
         """The kernel as the reader finds it."""
-        return self.solution.replace(*self.change)
+        return self.solution.replace(self._changed()[0], self.change[1])
+
+    def _changed(self) -> list[str]:
+        """The parts of the solution that ``change`` names."""
+        return re.findall("\n(?:.*\n)*?".join(map(re.escape, self.change[0].split("\n...\n"))), self.solution)
 
     def cell(self, text: str) -> str:
         """The notebook's cell that hands a kernel to the checker."""

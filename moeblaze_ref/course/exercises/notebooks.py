@@ -61,20 +61,16 @@ ASK = (
 
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet as a reader finds it."""
+    texts = {Prediction: PREDICT, Construction: CONSTRUCT, KernelExercise: CHECK}
+    how = "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
     other = f"Solutions, when you are done: [{sheet.title}](../solutions/{sheet.course}.ipynb)."
-    return _notebook(sheet, "Exercises", f"{_how(sheet)}\n\n{other}", solved=False)
+    return _notebook(sheet, "Exercises", f"{how}\n\n{other}", solved=False)
 
 
 def solution_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet solved, with what each exercise shows."""
     other = f"Try them first: [{sheet.title}](../exercises/{sheet.course}.ipynb)."
     return _notebook(sheet, "Solutions", other, solved=True)
-
-
-def _how(sheet: Sheet) -> str:
-    """Return the instructions for the kinds of exercises on the sheet."""
-    texts = {Prediction: PREDICT, Construction: CONSTRUCT, KernelExercise: CHECK}
-    return "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
 
 
 def _has(sheet: Sheet, kind: type) -> bool:

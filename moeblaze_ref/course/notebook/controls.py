@@ -11,9 +11,7 @@ LABEL_WIDTH = "8em"  # holds the longest name of a control
 
 def doubling(first: int, last: int, value: int) -> SelectionSlider:
     """A slider over first, 2 first, 4 first, ... up to last, which starts at ``value``."""
-    sizes = [first]
-    while sizes[-1] * 2 <= last:
-        sizes.append(sizes[-1] * 2)
+    sizes = [first << doublings for doublings in range((last // first).bit_length())]
     return SelectionSlider(options=[(f"{size:,}", size) for size in sizes], value=value)
 
 

@@ -34,28 +34,6 @@ STEPS = (
 )
 
 
-class _Board:
-    """Arrays of small integers, drawn as coloured cells side by side."""
-
-    def __init__(self, axes: Axes, width: float, height: float):
-        self.axes = axes
-        axes.set(xlim=(-2, width - 2), ylim=(height - 2.5, -2.5), aspect="equal")
-        axes.set_axis_off()
-
-    def array(self, place, name, values, experts, known):
-        """``values`` (rows, columns), -1 for empty, upper left at ``place``; coloured by ``experts``, -1 for none."""
-        left, top = place
-        for (row, column), value in np.ndenumerate(values):
-            shown, expert = known and value >= 0, experts[row, column]
-            color = EXPERT_COLORS[expert % len(EXPERT_COLORS)] if shown and expert >= 0 else PALE
-            look, text = {"facecolor": color, "edgecolor": "white"}, value if shown else ""
-            cell(self.axes, (left + column, top + row), (1, 1), look, text, fontsize="small")
-        self.text(left, top - 0.35, name, ha="left", color=BLACK if known else GREY)
-
-    def text(self, x, y, text, ha="center", **look):
-        self.axes.text(x, y, text, ha=ha, va="center", fontsize="small", **look)
-
-
 def dispatch_steps(topk_experts: np.ndarray, num_experts: int, step: int) -> Figure:
     """The arrays of a small dispatch as they stand after ``STEPS[step]``, coloured by expert, grey until then.
 
@@ -89,16 +67,32 @@ def draw_arrays(axes: Axes, topk_experts: np.ndarray, num_experts: int, title: s
     found = reference.build(topk_experts, num_experts)
     num_tokens, k = topk_experts.shape
     middle, right, below = k + 2, _right_of(k, num_experts), num_tokens + 1.5
-    board = _Board(axes, *board_size(topk_experts, num_experts))
-    board.text(-2, -2, title, ha="left", weight="bold")
+    width, height = board_size(topk_experts, num_experts)
+    axes.set(xlim=(-2, width - 2), ylim=(height - 2.5, -2.5), aspect="equal")
+    axes.set_axis_off()
+    _text(axes, -2, -2, title, ha="left", weight="bold")
     for token in range(num_tokens):
-        board.text(-0.3, token + 0.5, f"token {token}", ha="right")
+        _text(axes, -0.3, token + 0.5, f"token {token}", ha="right")
     for expert in range(num_experts):
-        board.text(middle + expert + 0.5, num_tokens + 0.4, f"e{expert}")
-    for name, place, values, experts, first in _by_token(found, topk_experts, middle, right, below, positions):
-        board.array(place, name, values, experts, known=step >= first)
-    for name, place, values, experts, first in _by_expert(found, middle, right, below):
-        board.array(place, name, values, experts, known=step >= first)
+        _text(axes, middle + expert + 0.5, num_tokens + 0.4, f"e{expert}", ha="center")
+    by_token = _by_token(found, topk_experts, middle, right, below, positions)
+    for name, place, values, experts, first in (*by_token, *_by_expert(found, middle, right, below)):
+        _array(axes, place, name, values, experts, known=step >= first)
+
+
+def _array(axes, place, name, values, experts, known):
+    """Cells of ``values`` (rows, columns), -1 for empty, from ``place`` on; coloured by ``experts``, -1 for none."""
+    left, top = place
+    for (row, column), value in np.ndenumerate(values):
+        shown, expert = known and value >= 0, experts[row, column]
+        color = EXPERT_COLORS[expert % len(EXPERT_COLORS)] if shown and expert >= 0 else PALE
+        look, text = {"facecolor": color, "edgecolor": "white"}, value if shown else ""
+        cell(axes, (left + column, top + row), (1, 1), look, text, fontsize="small")
+    _text(axes, left, top - 0.35, name, ha="left", color=BLACK if known else GREY)
+
+
+def _text(axes, x, y, text, **look):
+    axes.text(x, y, text, va="center", fontsize="small", **look)
 
 
 def _by_token(found, topk_experts, middle, right, below, with_positions):

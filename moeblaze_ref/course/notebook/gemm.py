@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,13 +20,16 @@ from moeblaze_ref.runtime.record import LaunchRecord, RecordingExecutor
 from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import inlined
 
+MMA_TILE = cast(tiles.MmaTile, tiles.DEFAULTS["3_mma"])
+
 # Counts --------------------------------------------------------------------------------------------------------------
 
 
 class EditedExecutor(SimtExecutor):
     """SIMT executor that changes the text of kernels and headers before it compiles them.
 
-    ``edits`` says what stands in the text, and what takes its place everywhere; ``appended`` is added at the end.
+    ``edits`` says what stands in the text, and what takes its place everywhere; ``appended`` is added at the end,
+    ``prepended`` at the beginning. ``module`` is what was loaded last.
 
     Raises
     ------
@@ -34,18 +37,26 @@ class EditedExecutor(SimtExecutor):
         From ``load``, if a file does not hold what an edit replaces.
     """
 
-    def __init__(self, edits: Mapping[str, str], appended: str = "", **options: Any):
+    module: SimtModule
+
+    def __init__(self, edits: Mapping[str, str], appended: str = "", prepended: str = "", **options: Any):
         super().__init__(**options)
-        self.edits, self.appended = edits, appended
+        self.edits, self.appended, self.prepended = edits, appended, prepended
 
     def load(self, file: str, text: str | None = None, **constants: Any) -> SimtModule:
         """Load a kernel file; see `SimtExecutor.load`."""
-        text = inlined(file) if text is None else text
-        for right, other in self.edits.items():
-            if right not in text:
-                raise ValueError(f"{file} does not hold {right!r}")
-            text = text.replace(right, other)
-        return super().load(file, text=text + self.appended, **constants)
+        text = edited(file, inlined(file) if text is None else text, self.edits)
+        self.module = super().load(file, text=self.prepended + text + self.appended, **constants)
+        return self.module
+
+
+def edited(file: str, text: str, edits: Mapping[str, str]) -> str:
+    """The text of a file with its edits; see `EditedExecutor`."""
+    for right, other in edits.items():
+        if right not in text:
+            raise ValueError(f"{file} does not hold {right!r}")
+        text = text.replace(right, other)
+    return text
 
 
 class EditedRecorder(EditedExecutor, RecordingExecutor):
@@ -84,16 +95,8 @@ def count_up(
 
 def count_one(version: str, x: np.ndarray, w: np.ndarray, dispatch: Dispatch) -> LaunchReport:
     """The launch of one projection by itself, in tiles as wide as each of two has in `count_up`."""
-    whole = _mma_tile()
-    with tiles.trying(replace(whole, columns=whole.columns // 2)):
+    with tiles.trying(replace(MMA_TILE, columns=MMA_TILE.columns // 2)):
         return count_up(version, x, w, None, dispatch, "silu")
-
-
-def _mma_tile() -> tiles.MmaTile:
-    """The default tile of version 3."""
-    tile = tiles.DEFAULTS["3_mma"]
-    assert isinstance(tile, tiles.MmaTile)
-    return tile
 
 
 def count_down(version: str, y_swi: np.ndarray, w3: np.ndarray, dispatch: Dispatch) -> LaunchReport:
@@ -153,26 +156,11 @@ extern "C" __global__ void take_products(unsigned long long* found) {
 
 def count_products(version: str, x: np.ndarray, w1: np.ndarray, w2: np.ndarray, dispatch: Dispatch) -> int:
     """Products of elements that a version of ``expert_up.forward`` computes, those with padding zeros included."""
-    executor = _Counting(PRODUCTS[version])
+    executor = EditedExecutor(PRODUCTS[version], TAKE, COUNTER, workers=1)  # one, so that no count is lost
     expert_up.forward(x, w1, w2, dispatch, "swiglu", executor=executor, version=version)
-    return executor.take()
-
-
-class _Counting(EditedExecutor):
-    """Counts with the counter that edits advance; one worker, so that no count is lost."""
-
-    def __init__(self, edits: Mapping[str, str]):
-        super().__init__(edits, TAKE, workers=1)
-
-    def load(self, file: str, text: str | None = None, **constants: Any) -> SimtModule:
-        self.module = super().load(file, COUNTER + (inlined(file) if text is None else text), **constants)
-        return self.module
-
-    def take(self) -> int:
-        """Products since the last time."""
-        found = np.zeros(1, np.uint64)
-        self.module.launch("take_products", grid=1, block=1, found=found)
-        return int(found[0])
+    found = np.zeros(1, np.uint64)
+    executor.module.launch("take_products", grid=1, block=1, found=found)
+    return int(found[0])
 
 
 # How rows find a tile ------------------------------------------------------------------------------------------------
@@ -346,8 +334,8 @@ def tile_intensity(rows: int, columns: int, results: int = 2, itemsize: int = 2)
 
 def tile_roofline(rows: int, columns: int) -> Figure:
     """`roofline` of version 3 with another tile, two results, in bf16; its title says what the tile takes."""
-    tile = replace(_mma_tile(), rows=rows, columns=2 * columns)
-    registers = 2 * rows * columns // _mma_tile().threads
+    tile = replace(MMA_TILE, rows=rows, columns=2 * columns)
+    registers = 2 * rows * columns // MMA_TILE.threads
     figure = roofline([Point(f"tile {rows} x {columns}", tile_intensity(rows, columns), "bf16 tensor cores")])
     kib = tile.shared_bytes >> 10
     taken = f"sums: {registers} registers a thread (of 255), stages: {kib} KiB of shared memory (of 227)"

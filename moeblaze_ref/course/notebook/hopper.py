@@ -21,6 +21,7 @@ from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.drawing import cell, heading, panels
 from moeblaze_ref.core.units import GB
 from moeblaze_ref.course.notebook.dispatch import PALE
+from moeblaze_ref.course.notebook.gemm import edited
 from moeblaze_ref.course.notebook.markdown import bullets, table
 from moeblaze_ref.course.notebook.sources import defined, definition
 from moeblaze_ref.memory.accounting import uniform_counts
@@ -256,11 +257,9 @@ def most_ahead(log: Sequence[tuple[str, int]]) -> int:
 def ring_fault(name: str, stages: int = 3) -> str:
     """Run ring.cu with one of ``RING_FAULTS``; return the executor's message, or the result's error."""
     right, wrong, _ = RING_FAULTS[checks.check_name("fault", name, RING_FAULTS)]
-    text = RING.read_text()
-    if right not in text:
-        raise ValueError(f"{RING.name} does not hold {right!r}")
+    text = edited(RING.name, RING.read_text(), {right: wrong})
     try:
-        run = run_ring(stages, text=text.replace(right, wrong))
+        run = run_ring(stages, text=text)
     except KernelFault as fault:
         return str(fault).partition("): ")[2]
     error = np.linalg.norm(run.c - run.expected) / np.linalg.norm(run.expected)
@@ -378,14 +377,12 @@ def wave_table(configs: Mapping[str, MoEConfig], bands: Sequence[int]) -> list[d
         columns = ceil_div(config.h, TILE_COLUMNS // (1 + config.gated))
         orders = {band: list(tiles(uniform_counts(config), columns, band)) for band in bands}
         count = len(orders[bands[0]])
-        means = {f"MB a wave, band {band}": _mean_wave(order, config.d) for band, order in orders.items()}
-        rows.append({"layer": name, "tiles": count, "tiles a block": count / MULTIPROCESSORS} | means)
+        row = {"layer": name, "tiles": count, "tiles a block": count / MULTIPROCESSORS}
+        for band, order in orders.items():
+            sizes = [wave_bytes(wave, config.d) for wave in waves(order, MULTIPROCESSORS)]
+            row[f"MB a wave, band {band}"] = np.mean(sizes) / 1e6  # bytes
+        rows.append(row)
     return rows
-
-
-def _mean_wave(order, depth):
-    """MB (1e6 bytes)."""
-    return np.mean([wave_bytes(wave, depth) for wave in waves(order, MULTIPROCESSORS)]) / 1e6
 
 
 # Measured -------------------------------------------------------------------------------------------------------------
@@ -398,7 +395,7 @@ class Measured(NamedTuple):
     counters: results.Result
 
 
-def read_measured(ladder_file: Path = results.LADDER, counters_file: Path = results.COUNTERS) -> Measured:
+def read_measured() -> Measured:
     """Both files of results.
 
     Raises
@@ -406,7 +403,7 @@ def read_measured(ladder_file: Path = results.LADDER, counters_file: Path = resu
     FileNotFoundError, ValueError
         As `bench.results.load`.
     """
-    return Measured(results.load(ladder_file), results.load(counters_file))
+    return Measured(results.load(results.LADDER), results.load(results.COUNTERS))
 
 
 def first_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -428,12 +425,8 @@ def step_table(measured: Measured, *ideas: str) -> Markdown:
     for idea in ideas:
         checks.check_name("idea", idea, [step.idea for step in ladder.LADDER])
     counted = {(row["preset"], row["idea"]): row for row in first_of(measured.counters["rows"])}
-    rows = []
-    for row in first_of(measured.ladder["rows"]):
-        counters = counted.get((row["preset"], row["idea"]))
-        if row["idea"] in ideas and counters:
-            rows.append(_step_row(row, counters))
-    return table(rows)
+    timed = {(row["preset"], row["idea"]): row for row in first_of(measured.ladder["rows"]) if row["idea"] in ideas}
+    return table([_step_row(timed[step], counted[step]) for step in timed if step in counted])
 
 
 COMPARED = {

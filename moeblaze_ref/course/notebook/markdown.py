@@ -20,7 +20,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Markdown:
         raise ValueError("rows is empty, but a table must hold at least one row")
     first = rows[0]
     rules = ["---:" if _is_number(cell) else "---" for cell in first.values()]
-    lines = [list(first), rules, *([_text(row[name]) for name in first] for row in rows)]
+    lines = [list(first), rules, *([cell_text(row[name]) for name in first] for row in rows)]
     return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
@@ -28,10 +28,11 @@ def _is_number(cell):
     return isinstance(cell, Number) and not isinstance(cell, bool)
 
 
-def _text(cell):
+def cell_text(cell: Any) -> str:
+    """A cell of a table: whole numbers with commas, others to four digits."""
     if not _is_number(cell):
         return str(cell)
-    return f"{cell:,}" if isinstance(cell, Integral) else f"{cell:,.4g}"
+    return f"{cell:,}" if isinstance(cell, Integral) else f"{float(cell):,.4g}"
 
 
 def bullets(lines: Iterable[str]) -> Markdown:

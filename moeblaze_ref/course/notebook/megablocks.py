@@ -23,8 +23,9 @@ from moeblaze_ref.core.config import preset
 from moeblaze_ref.core.drawing import board, cell, centered, heading, panels
 from moeblaze_ref.core.structures import EMPTY, Dispatch, Topology
 from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
+from moeblaze_ref.course.notebook.routing import draw_fates, dropped_share, padding_share
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, drawn, filled, stacked_bars
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILLION, drawn, stacked_bars
 from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows
 from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor
 from moeblaze_ref.systems.capacity import expert_capacity
@@ -127,24 +128,10 @@ def fates_picture(counts: Sequence[int], capacity_factor: float, block: int) -> 
 
 
 def _fates(axes, rows: Rows, name):
-    kept, experts = np.array(rows.kept), range(len(rows.kept))
-    axes.bar(experts, kept, label="computed", **filled(BLUE))
-    axes.bar(experts, rows.dropped, bottom=kept, label="dropped", **filled(VERMILLION))
-    empty = {"facecolor": "none", "edgecolor": GREY, "hatch": "////", "linewidth": 0.5}
-    axes.bar(experts, rows.padding, bottom=kept, label="padding", **empty)
+    draw_fates(axes, rows, hatch="////", linewidth=0.5)
     shares = f"{dropped_share(rows):.1%} of the rows dropped, {padding_share(rows):.1%} of the work is padding"
     heading(axes, f"{name}: {shares}")
     axes.set_ylabel("rows")
-
-
-def dropped_share(rows: Rows) -> float:
-    """Dropped rows over the routed ones; 0 if there are none."""
-    return sum(rows.dropped) / max(sum(rows.routed), 1)
-
-
-def padding_share(rows: Rows) -> float:
-    """Padding over all rows that are computed, which is its share of their FLOPs and bytes; 0 if there are none."""
-    return sum(rows.padding) / max(sum(rows.stored), 1)
 
 
 def factor_picture(recording: Recording, L: int, block: int = 128) -> Figure:
@@ -153,14 +140,11 @@ def factor_picture(recording: Recording, L: int, block: int = 128) -> Figure:
     The step has L tokens.
     """
     layers = [steeper(one, 1.0, L, recording.k).tolist() for one in recording.counts]
-    by_factor = [
-        [capacity_rows(counts, expert_capacity(sum(counts), len(counts), factor)) for factor in FACTORS]
-        for counts in layers
-    ]
+    capacities = [expert_capacity(sum(layers[0]), len(layers[0]), factor) for factor in FACTORS]
     figure, (dropped, padding) = panels(10, 3.6, 1, 2, sharey=True)
     for axes, share in ((dropped, dropped_share), (padding, padding_share)):
-        for rows in by_factor:
-            shares = [100 * share(one) for one in rows]
+        for counts in layers:
+            shares = [100 * share(capacity_rows(counts, capacity)) for capacity in capacities]
             axes.plot(FACTORS, shares, color=ORANGE, linewidth=0.8, label="capacity, a layer")
         worst = 100 * max(share(megablocks_rows(counts, block)) for counts in layers)
         axes.axhline(worst, color=PURPLE, linewidth=2, label=f"blocks of {block}, the worst layer")
@@ -587,7 +571,8 @@ class Run(NamedTuple):
 
 def run_megablocks(case: Case, block: int = 128) -> Run:
     """Forward and backward of MegaBlocks' experts in raw CUDA, counted; the case is in bfloat16 or float16."""
-    executor, (routed, gates) = SimtExecutor(), _routing(case)
+    executor, chosen = SimtExecutor(), gating.forward(case.logits, case.k)
+    routed, gates = dispatch.build(chosen.topk_experts, case.E), chosen.gates.astype(np.float32)
     weights = case.weights[1:]
     with executor.recording() as launches:
         out, saved = raw_sparse.forward(case.x, *weights, routed, gates, case.activation, block, executor, VERSION)
@@ -605,12 +590,6 @@ def run_moeblaze(case: Case, policy: str = "paper") -> Run:
         gradients = raw_layer.backward(case.d_out, made.saved, case.weights, executor=executor, version=VERSION)
     experts = [launch for launch in launches if launch.kernel in PARTS]
     return Run(experts, {"out": made.out} | gradients._asdict())
-
-
-def _routing(case):
-    """The dispatch and the float32 gates of a case, as the specification routes it."""
-    chosen = gating.forward(case.logits, case.k)
-    return dispatch.build(chosen.topk_experts, case.E), chosen.gates.astype(np.float32)
 
 
 def work_by_part(run: Run) -> dict[str, tuple[int, int]]:

@@ -26,16 +26,10 @@ def memory_bars(L: int, d: int, h: int, E: int, k: int, activation: str, policy:
     figure = plots.stacked_bars(rows)
     (axes,) = figure.axes
     axes.set_xlim(0, 4 ** ceil(log(axes.get_xlim()[1], 4)))
-    _leave_names_to_legend(axes)
+    for name in [text for text in axes.texts if text.get_text() in plots.TENSOR_COLORS]:
+        name.remove()  # from inside a bar: it was placed for another axis, and the legend has it
     _mark_capacities(axes, unit_for(max(row.peak_bytes for row in rows)))
     return figure
-
-
-def _leave_names_to_legend(axes):
-    """Remove the names inside the bars, which were placed for another axis."""
-    for text in list(axes.texts):
-        if text.get_text() in plots.TENSOR_COLORS:
-            text.remove()
 
 
 def _mark_capacities(axes, unit):
@@ -69,11 +63,13 @@ def tensors_to_scale(accounts: Sequence[Account]) -> Figure:
     config = accounts[0].config
     places = _places(_drawn(accounts[0]), GAP * config.d)
     figure, shown = panels(11, 1.5 * len(accounts) + 0.6, len(accounts), squeeze=False)
+    right = max(left + width for left, width in places.values())
     for axes, one in zip(shown[:, 0], accounts, strict=True):
-        tensors = _drawn(one)
-        for tensor in tensors:
+        for tensor in _drawn(one):
             _draw_tensor(axes, tensor, places[tensor.name])
-        _dress_panel(axes, one, max(left + width for left, width in places.values()))
+        axes.set(xlim=(0, right), ylim=(config.R, 0), xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+        axes.set_ylabel(f"{one.label}\n{one.kept_bytes / GIB:,.3g} GiB kept", rotation=0, ha="right", va="center")
     for tensor in _drawn(accounts[0]):
         left, width = places[tensor.name]
         shown[0, 0].annotate(tensor.name, (left + width / 2, 0), xytext=(0, 3), textcoords="offset points", ha="center")
@@ -101,9 +97,3 @@ def _draw_tensor(axes, tensor, place):
     look = {"facecolor": color} if tensor.kept else {"facecolor": "none", "edgecolor": plots.GREY, "linestyle": "--"}
     ink = "white" if tensor.kept and color in plots.DARK else "black"
     cell(axes, (left, 0), (width, rows), look | {"clip_on": False}, f"{tensor.bytes / GIB:,.3g}", color=ink)
-
-
-def _dress_panel(axes, one, right):
-    axes.set(xlim=(0, right), ylim=(one.config.R, 0), xticks=[], yticks=[])
-    axes.spines[:].set_visible(False)
-    axes.set_ylabel(f"{one.label}\n{one.kept_bytes / GIB:,.3g} GiB kept", rotation=0, ha="right", va="center")

@@ -42,7 +42,9 @@ def settled(ran: NotebookNode) -> NotebookNode:
         cell.metadata = NotebookNode({name: value for name, value in cell.metadata.items() if name == "tags"})
         if cell.cell_type == "code":
             outputs = [part for output in cell.outputs for part in _without_widgets(output, models)]
-            cell.outputs = [_with_small_picture(output) for output in outputs]
+            for shown in (output.data for output in outputs if "image/png" in output.get("data", {})):
+                shown["image/png"] = base64.b64encode(_small(base64.b64decode(shown["image/png"]))).decode()
+            cell.outputs = outputs
     return copy
 
 
@@ -98,14 +100,8 @@ def _setting(model: dict[str, Any]) -> str:
 # Pictures ------------------------------------------------------------------------------------------------------------
 
 
-def _with_small_picture(output: NotebookNode) -> NotebookNode:
-    """The output, its picture in at most 256 colours."""
-    if "image/png" in output.get("data", {}):
-        output.data["image/png"] = base64.b64encode(_small(base64.b64decode(output.data["image/png"]))).decode()
-    return output
-
-
 def _small(png: bytes) -> bytes:
+    """A picture in at most 256 colours."""
     picture = Image.open(io.BytesIO(png))
     if picture.mode == "P":  # it has been here before
         return png

@@ -69,17 +69,12 @@ def surviving_bytes(fn: Callable, *args) -> list[int]:
 VERSION = "3_mma"
 TILE = tiles.DEFAULTS[VERSION]
 FILES = {  # of the kernels between x and out, forward and backward
-    "expert_up": f"expert_up/{VERSION}.cu",
+    **dict.fromkeys(("expert_up", "d_x_rows", "d_w"), f"expert_up/{VERSION}.cu"),
+    **dict.fromkeys(("expert_down", "d_hidden", "d_w3"), f"expert_down/{VERSION}.cu"),
+    **dict.fromkeys(("gate_rows", "d_gates"), "expert_down/gates.cu"),
     "act": "activation/1_elementwise.cu",
-    "expert_down": f"expert_down/{VERSION}.cu",
     "combine": "combine/2_vector.cu",
-    "gate_rows": "expert_down/gates.cu",
-    "d_hidden": f"expert_down/{VERSION}.cu",
-    "d_gates": "expert_down/gates.cu",
-    "d_w3": f"expert_down/{VERSION}.cu",
-    "d_x_rows": f"expert_up/{VERSION}.cu",
     "sum_rows": "expert_up/sum_rows.cu",
-    "d_w": f"expert_up/{VERSION}.cu",
 }
 PRODUCTS = {"expert_up": "G", "expert_down": "1", "d_hidden": "1", "d_w3": "1", "d_x_rows": "G", "d_w": "1"}
 TENSORS = {  # bytes of what the kernels are given, by the names of their parameters

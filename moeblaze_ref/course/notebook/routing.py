@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moeblaze_ref.backends.numpy_ref import gating
 from moeblaze_ref.core.drawing import cell, heading, panels
-from moeblaze_ref.memory.accounting import dropped_and_padded
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREY, SKY, VERMILLION, drawn, filled
+from moeblaze_ref.memory.rows import Rows, capacity_rows
 from moeblaze_ref.systems.capacity import expert_capacity
 
 VISIBLE = {" ": "␣", "\n": "¶"}  # characters that print no ink
@@ -100,20 +101,34 @@ def capacity_picture(exponent: float, capacity_factor: float, E: int, k: int) ->
     """Each expert's rows under Zipf routing: those that fit a fixed capacity, those over it, and the empty places."""
     counts = zipf_counts(exponent, E, k)
     capacity = expert_capacity(int(counts.sum()), E, capacity_factor)
-    dropped, padded = dropped_and_padded(counts.tolist(), capacity)
+    rows = capacity_rows(counts.tolist(), capacity)
     figure, axes = panels(9, 3.4)
-    experts, fitting = range(E), np.minimum(counts, capacity)
-    empty: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "hatch": "///"}
-    axes.bar(experts, fitting, label="computed", **filled(BLUE))
-    axes.bar(experts, counts - fitting, bottom=fitting, label="dropped", **filled(VERMILLION))
-    axes.bar(experts, capacity - fitting, bottom=fitting, label="padding", **empty)
+    draw_fates(axes, rows, hatch="///")
     axes.axhline(capacity, color=BLACK, linewidth=0.8)
     axes.annotate(f"capacity {capacity:,}", (E - 0.4, capacity), xytext=(2, 3), textcoords="offset points", ha="right")
-    rows, places = counts.sum(), capacity * E
-    heading(axes, f"{dropped / rows:.1%} of the rows are dropped, {padded / places:.1%} of the places are padding")
+    shares = f"{dropped_share(rows):.1%} of the rows are dropped, {padding_share(rows):.1%} of the places are padding"
+    heading(axes, shares)
     axes.set(xlabel="expert, by popularity", ylabel="routed rows")
     figure.legend(loc="outside right upper", frameon=False)
     return figure
+
+
+def draw_fates(axes: Axes, rows: Rows, **outline: Any) -> None:
+    """Bars of each expert's computed, dropped and padded rows; ``outline`` is the look of the last."""
+    kept, experts = np.array(rows.kept), range(len(rows.kept))
+    axes.bar(experts, kept, label="computed", **filled(BLUE))
+    axes.bar(experts, rows.dropped, bottom=kept, label="dropped", **filled(VERMILLION))
+    axes.bar(experts, rows.padding, bottom=kept, label="padding", facecolor="none", edgecolor=GREY, **outline)
+
+
+def dropped_share(rows: Rows) -> float:
+    """Dropped rows over the routed ones; 0 if there are none."""
+    return sum(rows.dropped) / max(sum(rows.routed), 1)
+
+
+def padding_share(rows: Rows) -> float:
+    """Padding over all rows that are computed, which is its share of their FLOPs and bytes; 0 if there are none."""
+    return sum(rows.padding) / max(sum(rows.stored), 1)
 
 
 def skew_picture(E: int, k: int, factors: Sequence[float] = (1.0, 1.25, 2.0)) -> Figure:
@@ -122,11 +137,10 @@ def skew_picture(E: int, k: int, factors: Sequence[float] = (1.0, 1.25, 2.0)) ->
     counts = [zipf_counts(exponent, E, k).tolist() for exponent in exponents]
     figure, shares = panels(9, 3.2, 1, 2, sharey=True)
     for factor, color in zip(factors, (VERMILLION, BLUE, SKY), strict=True):
-        rows = sum(counts[0])
-        capacity = expert_capacity(rows, E, factor)
-        fates = np.array([dropped_and_padded(one, capacity) for one in counts]) / (rows, capacity * E)
-        for axes, share in zip(shares, 100 * fates.T, strict=True):
-            axes.plot(exponents, share, label=f"capacity factor {factor:g}", **drawn(color))
+        fates = [capacity_rows(one, expert_capacity(sum(one), E, factor)) for one in counts]
+        for axes, share in zip(shares, (dropped_share, padding_share), strict=True):
+            heights = [100 * share(rows) for rows in fates]
+            axes.plot(exponents, heights, label=f"capacity factor {factor:g}", **drawn(color))
     for axes, title in zip(shares, ("dropped, % of the rows", "padding, % of the places"), strict=True):
         heading(axes, title)
         axes.set(xlabel="Zipf exponent", ylim=(0, 100))

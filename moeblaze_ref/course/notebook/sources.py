@@ -121,17 +121,14 @@ def evaluate(formula: str, symbols: dict[str, int]) -> int:
 
 def stated_beside_counted(file: str, launches: Sequence[LaunchReport], **symbols: int) -> list[dict[str, Any]]:
     """Rows for `table`: each launch's bytes as its header states them, and as the executor counted them."""
-    rows = []
-    for launch in launches:
-        counted = {"read": launch.read_bytes, "written": launch.written_bytes}
-        for direction, formula in stated_bytes(file)[launch.kernel].items():
-            rows.append(
-                {
-                    "kernel": launch.kernel,
-                    "bytes": direction,
-                    "the header's formula": f"`{formula}`",
-                    "its value": evaluate(formula, symbols),
-                    "counted": counted[direction],
-                }
-            )
-    return rows
+    return [
+        {
+            "kernel": launch.kernel,
+            "bytes": direction,
+            "the header's formula": f"`{formula}`",
+            "its value": evaluate(formula, symbols),
+            "counted": getattr(launch, f"{direction}_bytes"),
+        }
+        for launch in launches
+        for direction, formula in stated_bytes(file)[launch.kernel].items()
+    ]

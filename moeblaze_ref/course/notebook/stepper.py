@@ -148,17 +148,15 @@ def _groups(step: Step) -> dict[tuple[int, int], int]:
     """Return the colour of each (region, word), from 0 on: its sector, or in shared memory its pass."""
     if not step.is_access:
         return {}
-    return step.pass_of_words() if step.region.space == "shared" else _sector_of_words(step)
+    if step.region.space == "shared":
+        return step.pass_of_words()
+    sectors = {tuple(sector): number for number, sector in enumerate(step.units(SECTOR_BYTES).tolist())}
+    words = SECTOR_BYTES // WORD_BYTES
+    return {(where, word): sectors[where, word // words] for where, word in step.units(WORD_BYTES).tolist()}
 
 
 def _color(group: int) -> str:
     return COLORS[group % len(COLORS)]
-
-
-def _sector_of_words(step):
-    sectors = {tuple(sector): number for number, sector in enumerate(step.units(SECTOR_BYTES).tolist())}
-    words = SECTOR_BYTES // WORD_BYTES
-    return {(where, word): sectors[where, word // words] for where, word in step.units(WORD_BYTES).tolist()}
 
 
 # Panels --------------------------------------------------------------------------------------------------------------
@@ -181,14 +179,8 @@ def _cells(axes: Axes, places: list[tuple[float, float]], colors: list[str] | st
 def _text(axes: Axes, x: float, y: float, text: str, **look):
     """A text in the middle of a cell, or with ``ha`` beside it."""
     if text:
-        axes.text(
-            x, y + 0.53, text, **({"ha": "center", "va": "center", "size": _text_size(axes)} | look), in_layout=False
-        )
-
-
-def _text_size(axes):
-    """Return the text size that fits a cell's height."""
-    return 7.5 if axes.get_ylim()[0] <= 20 else 5
+        size = 7.5 if axes.get_ylim()[0] <= 20 else 5  # fits a cell's height
+        axes.text(x, y + 0.53, text, **{"ha": "center", "va": "center", "size": size, "in_layout": False} | look)
 
 
 def _draw_source(axes: Axes, text: str, frames: tuple[Frame, ...], at: dict[int, Frame]):
@@ -215,31 +207,23 @@ def _excerpt(lines: list[str], middle: int) -> list[tuple[int, str]]:
 def _draw_lanes(axes: Axes, step: Step, at: dict[int, Frame], groups):
     """A cell for each lane, in the colour of what it asks for; below it the line that it is at, and that by number."""
     _panel(axes, 3, "")
-    asks = {lane: groups.get(word) for lane, word in zip(step.lanes.tolist(), _first_words(step), strict=True)}
+    asked = zip(*(step.records[name].tolist() for name in ("where", "offset")), strict=True)
+    first_words = [(where, offset // WORD_BYTES) for where, offset in asked]
+    asks = {lane: groups.get(word) for lane, word in zip(step.lanes.tolist(), first_words, strict=True)}
     shades = ["white"] * LANES
     for lane, group in asks.items():
         shades[lane] = PALE if group is None else _color(group)
     for lane in step.outside:
         shades[lane] = VERMILLION
     _cells(axes, [(lane, 0) for lane in range(LANES)], shades)
-    for top, name in enumerate(("lane", "is at line", _group_name(step) if groups else "")):
+    below = "" if not groups else "served in pass" if step.region.space == "shared" else "asks for sector"
+    for top, name in enumerate(("lane", "is at line", below)):
         _text(axes, -0.4, top, name, ha="right")
     for lane, place in at.items():
         _text(axes, lane + 0.5, 0, str(lane))
         _text(axes, lane + 0.5, 1, str(place.line) if place.file == step.frame.file else "…")
     for lane, group in asks.items():
         _text(axes, lane + 0.5, 2, "" if group is None else str(group + 1))
-
-
-def _group_name(step):
-    return "served in pass" if step.region.space == "shared" else "asks for sector"
-
-
-def _first_words(step):
-    offsets = step.records["offset"].tolist()
-    return [
-        (where, offset // WORD_BYTES) for where, offset in zip(step.records["where"].tolist(), offsets, strict=True)
-    ]
 
 
 def _draw_memory(axes: Axes, step: Step, groups):

@@ -76,7 +76,7 @@ def _block(found):
         for path in paths
     ]
     total = sum(reading_minutes(path) for path in paths), sum(seconds[path.name] for path in paths)
-    lines += [_sheet_of_its_own(sheet) for sheet in SHEETS if sheet.number is None]
+    lines += [[sheet.title, "", "", *_exercises(sheet.course)] for sheet in SHEETS if sheet.number is None]
     minutes = [minutes for sheet in SHEETS for minutes in exercise_minutes(sheet.course)]
     lines.append(["all", f"{total[0]} min", _rounded(total[1]), str(len(minutes)), f"{sum(minutes)} min"])
     where = "\n".join([*documents.place(found), f"- cores: {found['cores']}"])
@@ -87,11 +87,6 @@ def _exercises(course):
     """Return a link to the exercises with their number and estimated minutes."""
     minutes = exercise_minutes(course)
     return f"[{len(minutes)}](../notebooks/exercises/{course}.ipynb)", f"{sum(minutes)} min"
-
-
-def _sheet_of_its_own(sheet):
-    """The line of a sheet without a notebook to read or to run."""
-    return [sheet.title, "", "", *_exercises(sheet.course)]
 
 
 def _link(path: Path) -> str:

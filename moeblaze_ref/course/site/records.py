@@ -37,7 +37,6 @@ KINDS = {
     "tests": ("tests of the layers on a GPU, many times in a row", "[below](#correctness-on-a-gpu)"),
     "sanitize": ("every kernel under compute-sanitizer's tools", "[below](#correctness-on-a-gpu)"),
 }
-CHECKS = ("check", "gradients")
 _PAGE = """# Results
 
 Every measured number of these pages comes from a file in `docs/results/`, written by the command that measured it. One
@@ -75,9 +74,13 @@ def page(folder: Path = DOCUMENT.with_suffix("")) -> str:
     """
     found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     files = [_file(name, record) for name, record in found.items()]
-    of_checks = [row for name, record in found.items() if kind_of(name) in CHECKS for row in _checks(record)]
-    tools = [row for name, record in found.items() if kind_of(name) == "sanitize" for row in _tools(record)]
-    repeated = [_repeated(record) for name, record in found.items() if kind_of(name) == "tests"]
+
+    def of(*kinds: str) -> list[dict[str, Any]]:
+        return [record for name, record in found.items() if kind_of(name) in kinds]
+
+    of_checks = [row for record in of("check", "gradients") for row in _checks(record)]
+    tools = [[tool["tool"], tool["report"][-1].strip("= ")] for record in of("sanitize") for tool in record["tools"]]
+    repeated = map(_repeated, of("tests"))
     columns = ["device", "backend", "stage", "dtype", "cases", "right", "largest error / allowed"]
     return _PAGE.format(
         files=documents.table(["file", "what", "device", "commit", "shown in"], files, words=5),
@@ -110,11 +113,6 @@ def _checks(record: dict[str, Any]) -> Iterator[list[str]]:
         shares = [row["error"] / row["bound"] for row in rows if row["bound"]]
         right, largest = sum(row["ok"] for row in rows), f"{max(shares):.2f}" if shares else ""
         yield [documents.device(record), *group, str(len(rows)), str(right), largest]
-
-
-def _tools(record: dict[str, Any]) -> Iterator[list[str]]:
-    for tool in record["tools"]:
-        yield [tool["tool"], tool["report"][-1].strip("= ")]
 
 
 def _repeated(record: dict[str, Any]) -> list[str]:

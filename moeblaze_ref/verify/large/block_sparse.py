@@ -238,9 +238,9 @@ def _activate() -> Case:
 
 
 def _activate_backward() -> Case:
-    inputs = _lines("d_y", "a", "b")
-    d_y, a, b = map(exactly, inputs.values())
-    outputs = dict(zip(("d_a", "d_b"), activation.backward(d_y, a, b, "swiglu"), strict=True))
+    inputs = _lines("d_y_swi", "a", "b")
+    d_y_swi, a, b = map(exactly, inputs.values())
+    outputs = dict(zip(("d_a", "d_b"), activation.backward(d_y_swi, a, b, "swiglu"), strict=True))
     return _between("activate_backward", inputs, outputs, stage.activate_backward)
 
 

@@ -18,7 +18,8 @@ EVERY = slice(0, d)
 
 def cases() -> list[Case]:
     """Every kernel of the stage."""
-    return [_combine("1_gather", COLUMNS), _combine("2_vector", EVERY), _d_y(), _d_gates(), _scatter(), _sum_rows()]
+    backward = [_case("1_gather", launch, _backward) for launch in (d_y(COLUMNS), d_gates())]
+    return [_combine("1_gather", COLUMNS), _combine("2_vector", EVERY), *backward, _scatter(), _sum_rows()]
 
 
 def _case(version: str, launch: Launch, call, stage: str = "combine") -> Case:
@@ -42,12 +43,16 @@ def _arguments(executor: Executor) -> tuple[Array, Array, Dispatch]:
     return executor.empty((R, d), "float32"), executor.empty((L, k), "float32"), dispatch_of(executor, L, 1, k)
 
 
-def _combine(version: str, columns: slice) -> Case:
+def gather(columns: slice) -> Launch:
+    """Return the launch whose last block has these columns of the last token."""
     y, gates, given = _inputs(columns)
     expected = {"out": [(np.s_[-1:, columns], exactly(gates) @ exactly(y))]}
-    launch = Launch("combine", last_block, given | {"y": _rows(y, columns)}, expected)
+    return Launch("combine", last_block, given | {"y": _rows(y, columns)}, expected)
+
+
+def _combine(version: str, columns: slice) -> Case:
     call = lambda executor: combine.forward.unchecked(*_arguments(executor), executor, version)
-    return _case(version, launch, call)
+    return _case(version, gather(columns), call)
 
 
 def _scatter() -> Case:
@@ -65,20 +70,21 @@ def _backward(executor):
     return combine.backward.unchecked(executor.empty((L, d), "float32"), y, gates, dispatch, executor)
 
 
-def _d_y() -> Case:
-    d_out, gates = values(COLUMNS.stop - COLUMNS.start), values(k)
-    given: dict[str, Parts] = {"d_out": [(np.s_[-1:, COLUMNS], d_out)], "gates": [(np.s_[-1:], gates)]}
+def d_y(columns: slice) -> Launch:
+    """Return the launch whose last block has these columns of the last slot."""
+    d_out, gates = values(columns.stop - columns.start), values(k)
+    given: dict[str, Parts] = {"d_out": [(np.s_[-1:, columns], d_out)], "gates": [(np.s_[-1:], gates)]}
     given |= {"token_index_map": [(np.s_[-1:], ROWS[1:])]}
-    expected = {"d_y": [(np.s_[ROWS[1] : ROWS[1] + 1, COLUMNS], exactly(gates[1]) * exactly(d_out))]}
-    return _case("1_gather", Launch("d_y", last_block, given, expected), _backward)
+    expected = {"d_y": [(np.s_[ROWS[1] : ROWS[1] + 1, columns], exactly(gates[1]) * exactly(d_out))]}
+    return Launch("d_y", last_block, given, expected)
 
 
-def _d_gates() -> Case:
-    """The last block has the last R % THREADS slots: one token's."""
+def d_gates() -> Launch:
+    """Return the launch whose last block has the last R % THREADS slots: one token's."""
     d_out, y = values(d), values(k, d)
     given = {"d_out": [(np.s_[-1:], d_out)], "y": _rows(y, EVERY), "token_index_map": [(np.s_[-k:], ROWS)]}
     expected = {"d_gates": [(np.s_[-1:], exactly(y) @ exactly(d_out))]}
-    return _case("1_gather", Launch("d_gates", last_block, given, expected), _backward)
+    return Launch("d_gates", last_block, given, expected)
 
 
 def _sum_rows() -> Case:

@@ -1,6 +1,7 @@
 """Large cases of the Numba kernels, on the simulator: it computes indices as Python does, but arrays hold 32 bits."""
 
 import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.core.contract import INT32
 from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.runtime.sparse import Launch, Parts, Reservation
+from moeblaze_ref.verify.large import combine as raw_combine
 from moeblaze_ref.verify.large.cases import ALL, exactly, values
 
 L, d, k, E, h = 2**22 + 1, 1024, 2, 1024, 4100  # L d, E d h > 2**32
@@ -38,8 +40,8 @@ class NumbaCase:
     kernel: str
     passes: str
     function: Any  #: Numba's
-    given: dict[str, Any]  #: as in `Launch`
-    expected: dict[str, Any]  #: as in `Launch`
+    given: Mapping[str, Any]  #: as in `Launch`
+    expected: Mapping[str, Any]  #: as in `Launch`
     blocks: int  #: of the grid
     sizes: dict[str, int] = field(default_factory=lambda: SIZES)
     arguments: dict[str, Any] = field(default_factory=dict)  #: numbers, and (shape, dtype) that the sizes do not tell
@@ -88,7 +90,7 @@ def cases() -> list[NumbaCase]:
     """The kernels that index by an element of all; none where Numba has a GPU instead of its simulator."""
     if EXECUTOR != "simulator":
         return []
-    found = [_combine(), _d_y(), _d_gates(), _act(), _up(), _d_x(), _down(), _d_w(), _d_w3(), _d_hidden()]
+    found = [*_of_rows(), _act(), _up(), _d_x(), _down(), _d_w(), _d_w3(), _d_hidden()]
     found += [_softmax_top_k(), _d_logits(), _load_balancing_terms(), _router_z_terms()]
     found += [_dense_map(), _expert_lengths(), _write_indices()]
     return found + [_padded_gather(), _sum_rows(), _sdd(), _dsd(), _dds(), _activate(), _activate_backward()]
@@ -109,33 +111,18 @@ def integers(*shape: int) -> tuple[tuple[int, ...], str]:
 ROWS_PASS = f"R d, L d: L={L}, k={k}, d={d}"
 
 
-def _rows(array: np.ndarray, columns: slice) -> list:
-    """Two rows of y, which the last token has."""
-    return [(np.s_[ROW + i : ROW + i + 1, columns], row) for i, row in enumerate(array)]
-
-
 PLACES = [(np.s_[-k:], (ROW, ROW + 1))]
 
 
-def _combine() -> NumbaCase:
-    y, gates = values(k, THREADS), values(k)
-    given = {"y": _rows(y, COLUMNS), "gates": [(LAST, gates)], "token_index_map": PLACES}
-    expected = {"out": [(np.s_[-1:, COLUMNS], exactly(gates) @ exactly(y))]}
-    return NumbaCase("combine", "combine", ROWS_PASS, combine.combine_kernel, given, expected, blocks_for(L * d))
-
-
-def _d_y() -> NumbaCase:
-    d_out, gates = values(THREADS), values(k)
-    given = {"d_out": [(np.s_[-1:, COLUMNS], d_out)], "gates": [(LAST, gates)], "token_index_map": PLACES}
-    expected = {"d_y": [(np.s_[ROW + 1 : ROW + 2, COLUMNS], exactly(gates[1]) * exactly(d_out))]}
-    return NumbaCase("combine", "d_y", ROWS_PASS, combine.d_y_kernel, given, expected, blocks_for(R * d))
-
-
-def _d_gates() -> NumbaCase:
-    d_out, y = values(d), values(k, d)
-    given = {"d_out": [(LAST, d_out)], "y": _rows(y, ALL), "token_index_map": PLACES}
-    expected = {"d_gates": [(LAST, exactly(y) @ exactly(d_out))]}
-    return NumbaCase("combine", "d_gates", ROWS_PASS, combine.d_gates_kernel, given, expected, blocks_for(R))
+def _of_rows() -> Iterator[NumbaCase]:
+    """The combine's launches of raw CUDA, whose sizes these are, with the columns of a block of these threads."""
+    for function, launch, elements in (
+        (combine.combine_kernel, raw_combine.gather(COLUMNS), L * d),
+        (combine.d_y_kernel, raw_combine.d_y(COLUMNS), R * d),
+        (combine.d_gates_kernel, raw_combine.d_gates(), R),
+    ):
+        blocks = blocks_for(elements)
+        yield NumbaCase("combine", launch.kernel, ROWS_PASS, function, launch.given, launch.expected, blocks)
 
 
 # ---- the projections ----
@@ -360,7 +347,7 @@ def _padded_gather() -> NumbaCase:
 
 def _sum_rows() -> NumbaCase:
     y = values(k, THREADS)
-    given = {"y": _rows(y, COLUMNS), "rows": PLACES}
+    given = {"y": [(np.s_[ROW : ROW + k, COLUMNS], y)], "rows": PLACES}
     expected = {"out": [(np.s_[-1:, COLUMNS], exactly(y).sum(axis=0))]}
     return _sparse("sum_rows", ROWS_PASS, block_sparse.sum_rows_kernel, given, expected, L * d, rows=integers(R))
 
@@ -418,10 +405,10 @@ def _activate() -> NumbaCase:
 
 
 def _activate_backward() -> NumbaCase:
-    inputs = {name: values(THREADS, seed=seed) for seed, name in enumerate(("d_y", "a", "b"))}
-    d_y, a, b = (exactly(array)[None] for array in inputs.values())
-    d_a, d_b = reference.backward(d_y, a, b, "swiglu")
-    arguments = {name: STORED for name in ("d_y", "a", "b", "d_a", "d_b")}
+    inputs = {name: values(THREADS, seed=seed) for seed, name in enumerate(("d_y_swi", "a", "b"))}
+    d_y_swi, a, b = (exactly(array)[None] for array in inputs.values())
+    d_a, d_b = reference.backward(d_y_swi, a, b, "swiglu")
+    arguments = {name: STORED for name in ("d_y_swi", "a", "b", "d_a", "d_b")}
     given = {name: [(LINE, array)] for name, array in inputs.items()}
     expected, function = {"d_a": [(LINE, d_a)], "d_b": [(LINE, d_b)]}, block_sparse.activate_backward_kernel("swiglu")
     return _sparse("activate_backward", VALUES_PASS, function, given, expected, BLOCKS * B * B, **arguments)

@@ -113,10 +113,7 @@ EXERCISES: tuple[Exercise, ...] = (
         task="expert_down.d_hidden",
         kernel=Kernel("d_hidden", D_HIDDEN, cuda_grid("expert_down/1_naive.cu", "d_hidden")),
         change=(
-            "    d_a[index] = gate * d_y * b_value * slope;\n"
-            "    d_b[index] = gate * d_y * act_a;\n"
-            "    gated_y[index] = gate * act_a * b_value;\n"
-            "    gate_terms[index] = d_y * act_a * b_value;\n",
+            "    d_a[index] = gate * d_y * b_value * slope;\n...\n    gate_terms[index] = d_y * act_a * b_value;\n",
             "    // Your part: d_a, d_b, gated_y and gate_terms at this index.\n",
         ),
         budgets=("read of a <= 4 R h", "read of b <= 4 R h", "written <= 16 R h"),

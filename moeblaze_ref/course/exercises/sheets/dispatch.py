@@ -78,9 +78,7 @@ EXERCISES: tuple[Exercise, ...] = (
         task="dispatch.dense_map",
         kernel=numba_kernel(dispatch.dense_map_kernel, NUMBA),
         change=(
-            "        token = first + thread\n"
-            "        for j in range(k):\n"
-            "            dense_map[token, topk_experts[token, j]] = token\n",
+            "        token = first + thread\n...\n            dense_map[token, topk_experts[token, j]] = token\n",
             "        pass  # Your part: enter the thread's token under each of its k experts.\n",
         ),
         budgets=("read <= 4 R", "written <= 4 L E + 4 R"),
@@ -99,12 +97,7 @@ EXERCISES: tuple[Exercise, ...] = (
         task="dispatch.expert_lengths",
         kernel=numba_kernel(dispatch.expert_lengths_kernel, f"from numba import int32\n\n{NUMBA}"),
         change=(
-            "    half = THREADS // 2\n"
-            "    while half > 0:\n"
-            "        if thread < half:\n"
-            "            counts[thread] += counts[thread + half]\n"
-            "        cuda.syncthreads()\n"
-            "        half //= 2\n",
+            "    half = THREADS // 2\n...\n        half //= 2\n",
             "    # Your part: all rounds, with a barrier after each.\n",
         ),
         budgets=("read <= 4 L E", "written <= 4 E"),
@@ -124,9 +117,7 @@ EXERCISES: tuple[Exercise, ...] = (
         task="dispatch.route_indices",
         kernel=cuda_kernel(FILE, "route_indices"),
         change=(
-            "            const int position = base + rank.exclusive;\n"
-            "            const int slot = slot_of(topk_experts + token * k, expert);\n"
-            "            expert_token_indices[position] = token;\n"
+            "            const int position = base + rank.exclusive;\n...\n"
             "            token_index_map[token * k + slot] = position;\n",
             "            // Your part: the row's position, its token's slot (slot_of), and both writes.\n",
         ),

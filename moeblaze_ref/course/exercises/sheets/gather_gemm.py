@@ -77,14 +77,7 @@ EXERCISES: tuple[Exercise, ...] = (
         task="expert_up",
         kernel=cuda_kernel(UP, "expert_up"),
         change=(
-            "    const Scalar* const x_row = x + (long long)expert_token_indices[at.row] * d;\n"
-            "    const long long weight = (long long)blockIdx.y * d * h + at.column;\n"
-            "    float a_sum = 0.0f, b_sum = 0.0f;\n"
-            "    for (int p = 0; p < d; ++p) {\n"
-            "        const float x_p = to_float(x_row[p]);\n"
-            "        a_sum += x_p * to_float(w1[weight + (long long)p * h]);\n"
-            "        if (GATED) b_sum += x_p * to_float(w2[weight + (long long)p * h]);\n"
-            "    }\n",
+            "    const Scalar* const x_row = x + (long long)expert_token_indices[at.row] * d;\n...\n    }\n",
             "    const long long weight = (long long)blockIdx.y * d * h + at.column;\n"
             "    float a_sum = 0.0f, b_sum = 0.0f;\n"
             "    // Your part: the row of x that belongs to at.row, and both sums over its d elements.\n",

@@ -11,11 +11,6 @@ def _kept(layer):
     return {tensor.name: tensor.bytes for tensor in account(layer, "conventional").tensors if tensor.kept}
 
 
-def _first_wall(layer):
-    kept = _kept(layer)
-    return {"x": kept["x"], "routed_x": kept["routed_x"]}
-
-
 def _second_wall(layer):
     kept = _kept(layer)
     hidden = sum(kept[name] for name in ("a", "act_a", "b", "y_swi"))
@@ -38,7 +33,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "x": Asked("bytes", "layer.L * layer.d * layer.itemsize"),
             "routed_x": Asked("bytes", "layer.R * layer.d * layer.itemsize"),
         },
-        truth=_first_wall,
+        truth=_kept,
         computed_by="moeblaze_ref.memory.accounting.account",
         hint="""Bytes are rows times columns times `layer.itemsize`. `x` has a row for each token. What has a row of
             `routed_x`?""",

@@ -44,9 +44,7 @@ EXERCISES: tuple[Exercise, ...] = (
         task="gating",
         kernel=GATING,
         change=(
-            "        const int ordered = to_ordered(logits[e]);\n"
-            "        const bool after = "
-            "ordered < last.ordered || (ordered == last.ordered && e > last.expert);\n"
+            "        const int ordered = to_ordered(logits[e]);\n...\n"
             "        if (after && ordered > best.ordered) best = {e, ordered};\n",
             "        // Your part: expert e is the best so far if it comes after `last`, before `best`.\n",
         ),
