@@ -1,6 +1,7 @@
 """The stated order of sums and the second step on a CUDA device: raw CUDA, and the Numba kernels."""
 
 import pytest
+from stages import alter
 from test_check import kept_by_shape
 
 from moeblaze_ref.backends.registry import BACKENDS
@@ -26,8 +27,7 @@ def test_every_stated_order_is_kept_to_the_bit(stage, backend):
 
 @pytest.mark.parametrize("backend", ["cuda", "numba"])
 def test_a_dispatch_kept_by_shape_fails(backend, monkeypatch):
-    module = BACKENDS[backend].stage("dispatch")
-    monkeypatch.setattr(module, "build", kept_by_shape(module.build))
+    alter(monkeypatch, backend, "dispatch.build", kept_by_shape)
     version, *_ = BACKENDS[backend].versions("layer")
     case = make_case(13, 8, 16, 4, 2, "zipf", "small")
     first, *_ = rows = list(check.check_of("layer")(BACKENDS[backend], version, case))
