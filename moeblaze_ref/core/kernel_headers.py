@@ -17,7 +17,13 @@ from typing import Any
 
 from moeblaze_ref.core import checks
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"ceil": math.ceil, "floor": math.floor, "min": min, "max": max}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "log2": math.log2,
+    "min": min,
+    "max": max,
+}
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

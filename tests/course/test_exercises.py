@@ -9,6 +9,7 @@ from types import ModuleType
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from serial_kernels import SERIAL
 from test_notebooks import ROOT, execute
 from traitlets.config import Config
 
@@ -18,6 +19,7 @@ from moeblaze_ref.course.exercises.exercise import KINDS, Construction, KernelEx
 from moeblaze_ref.course.exercises.kernels import cuda_source, helpers
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 from moeblaze_ref.verify import in_subprocess
+from moeblaze_ref.verify.checker.budgets import DIVISION
 
 FILES = notebooks.files(ROOT / "notebooks")
 KERNELS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, KernelExercise)]
@@ -56,6 +58,17 @@ def test_as_it_is_found_it_fails(shell, name):
 def test_its_solution_is_right(shell, name):
     found = shell.run_cell(answer_cell("solutions", name))
     assert found.error_in_exec is None and found.result.data.startswith("**Right")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_right_kernel_of_which_one_thread_does_the_work_is_refused(name):
+    serial = EXERCISES[name].solution
+    for part, in_its_place in SERIAL[name]:
+        assert serial.count(part) == 1, part
+        serial = serial.replace(part, in_its_place)
+    with pytest.raises(Unsolved, match="too serial: .*; (one thread does work|the other threads do nothing)"):
+        Desk().check(name, serial)
+    assert {budget.split()[0] for budget in EXERCISES[name].division} == {*DIVISION}
 
 
 @pytest.mark.parametrize("name", PREDICTIONS + CONSTRUCTIONS)

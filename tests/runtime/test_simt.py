@@ -12,7 +12,7 @@ import pytest
 
 from moeblaze_ref.runtime.poison import POISON
 from moeblaze_ref.runtime.simt import build
-from moeblaze_ref.runtime.simt.executor import KernelFault, SharedTraffic, SimtExecutor, Traffic
+from moeblaze_ref.runtime.simt.executor import KernelFault, SharedTraffic, SimtExecutor, Traffic, Work
 
 SIMT = SimtExecutor()
 LANES = np.arange(32)
@@ -327,6 +327,24 @@ def test_a_broadcast_has_no_conflict():
     report = run(text, "broadcast", out=out)
     assert (out == 9).all()
     assert report.shared == SharedTraffic(read_bytes=128, written_bytes=128, wavefronts=2, bank_conflicts=0)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_work_of_threads_is_that_of_the_busiest_and_of_all_that_write(seed):
+    """Thread t of two adds up t numbers in global memory and one in shared memory; the even ones write the sum."""
+    text = """
+    extern "C" __global__ void uneven(const int* x, int* out) {
+        __shared__ int first[1];
+        if (threadIdx.x == 0 && blockIdx.x == 0) first[0] = 1;
+        __syncthreads();
+        int sum = 0;
+        for (int i = 0; i < threadIdx.x; ++i) sum += x[i];
+        __syncthreads();
+        for (int i = 0; i < blockIdx.x; ++i) __syncthreads();
+        if (threadIdx.x % 2 == 0) out[40 * blockIdx.x + threadIdx.x] = sum;
+    }"""
+    report = run(text, "uneven", grid=3, block=40, executor=SimtExecutor(seed=seed), x=ints(40, 1), out=ints(120))
+    assert report.work == Work(accesses=39, barriers=4, threads=60)
 
 
 def test_counts_do_not_depend_on_workers_or_order():

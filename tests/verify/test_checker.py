@@ -1,6 +1,7 @@
 """The checker passes what is right, and says of what is wrong which element shows it, and why."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -318,6 +319,9 @@ def test_budgets_that_hold():
         "read of gates <= 4 R d",
         "sectors <= 2 (R + L) d",
         "conflicts <= 0",
+        "accesses <= 3 k + 1",
+        "barriers <= 0",
+        "threads >= L d",
     )
     assert check_kernel(COMBINE, "combine", cases=SMALL, budgets=budgets).ok
 
@@ -332,6 +336,32 @@ def test_budgets_that_hold():
 )
 def test_budgets_that_are_exceeded(budget, message):
     assert f"over budget: {message}" in problem_of(COMBINE, "combine", budgets=[budget]).problem
+
+
+ONE_THREAD = COMBINE.replace(
+    "if (index >= L * d) return;", "if (index) return;\n    for (int index = 0; index < L * d; ++index) {"
+)
+ONE_THREAD = ONE_THREAD.replace("out[index] = sum;", "out[index] = sum;\n    }")
+ONE_BARRIER = COMBINE.replace("    if (index >=", "    __syncthreads();\n    if (index >=")
+
+
+@pytest.mark.parametrize(
+    ("text", "budget", "message"),
+    [
+        (ONE_THREAD, "accesses <= 3 k + 1", "accesses <= 3 k + 1 allows 7: 721 too many; one thread does work that"),
+        (ONE_THREAD, "threads >= L d", "threads >= L d asks for 104: 103 too few; the other threads do nothing"),
+        (
+            ONE_BARRIER,
+            "barriers <= 0",
+            "barriers <= 0 allows 0: 1 too many; the threads wait for each other more often",
+        ),
+    ],
+)
+def test_a_right_kernel_that_is_too_serial(text, budget, message):
+    assert check_kernel(text, "combine", cases=[CASE]).ok
+    assert re.fullmatch(
+        rf"too serial: \w+ is \d+, but {re.escape(message)}.*", problem_of(text, "combine", budgets=[budget]).problem
+    )
 
 
 def test_a_wrong_result_is_told_before_an_exceeded_budget():
@@ -396,6 +426,9 @@ HEADER_ROW = "// kernel  grid            block  shared bytes\n// mine    ceil(L 
         ("", {"budgets": ["written < 4"]}, 'must read like "written <= 4 R h"'),
         ("", {"budgets": ["writen <= 4"]}, "unknown quantity of a budget 'writen'. Did you mean 'written'?"),
         ("", {"budgets": ["read of w1 <= 4"]}, "unknown tensor of combine 'w1'"),
+        ("", {"budgets": ["accesses of y <= 4"]}, "names a tensor, but accesses are counted over all memory"),
+        ("", {"budgets": ["threads <= 4"]}, "budget 'threads <= 4' must have >=: threads >= ..."),
+        ("", {"budgets": ["read >= 4"]}, "budget 'read >= 4' must have <=: read <= ..."),
         ("", {"budgets": ["read <= 4 q"]}, "unknown symbol 'q'"),
         ("", {"budgets": ["read <= L.real"]}, "it has '.'"),
         ("", {"budgets": ["read <= L / (k - k)"]}, "cannot read the formula"),
@@ -539,7 +572,9 @@ def test_a_numba_kernel_of_a_reader():
     assert report.results[0].counts["read"]["y"] == 4 * 10 * 4
     with pytest.raises(Wrong, match="over budget: read is"):
         check_kernel(right_kernel, "combine", cases=[TINY], budgets=["read <= 4 R d"])
-    with pytest.raises(ValueError, match="on numba only read and written is counted"):
+    with pytest.raises(Wrong, match="too serial: accesses is 7, but accesses <= 3 k allows 6"):
+        check_kernel(right_kernel, "combine", cases=[TINY], budgets=["accesses <= 3 k", "threads >= L d"])
+    with pytest.raises(ValueError, match="on numba only read, written, accesses, barriers and threads are counted"):
         check_kernel(right_kernel, "combine", cases=[TINY], budgets=["sectors <= 1"])
 
 

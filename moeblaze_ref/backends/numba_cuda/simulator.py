@@ -55,11 +55,14 @@ class CountingArray(FakeCUDAArray):
         if isinstance(part, np.ndarray):
             return CountingArray(part, self.name, self.accesses)  # nothing is read yet
         self.accesses.reads.append(1)
+        _count(reads=1)
         return part
 
     def __setitem__(self, index, value):
         _pause()
-        self.accesses.writes.append(np.size(self._at(index)))
+        size = np.size(self._at(index))
+        self.accesses.writes.append(size)
+        _count(writes=size)
         super().__setitem__(index, value)
 
     def __getattr__(self, name):
@@ -149,7 +152,8 @@ class _Turn(BlockThread):
 
     def __init__(self, *args: Any, often: bool):
         super().__init__(*args)
-        self.often, self.barriers, self.waits, self.ended = often, 0, False, False
+        self.often, self.waits, self.ended = often, False, False
+        self.barriers = self.reads = self.writes = 0
         self.turn, self.stopped = threading.Lock(), threading.Lock()  # held until it may go, and until it has stopped
         self.turn.acquire()
         self.stopped.acquire()
@@ -203,7 +207,29 @@ def _pause():
         thread.pause()
 
 
-def _run_block(manager: BlockManager, block: tuple[int, ...], *args: Any, order: int):
+def _count(reads: int = 0, writes: int = 0):
+    thread = threading.current_thread()
+    if isinstance(thread, _Turn):
+        thread.reads += reads
+        thread.writes += writes
+
+
+@dataclass
+class Work:
+    """How the threads of launches divided their work."""
+
+    accesses: int = 0  #: to global and shared memory, by the thread that makes the most
+    barriers: int = 0  #: that the threads of a block pass, of the block that has the most
+    threads: int = 0  #: of the grid, that write to memory
+
+    def add(self, threads: list[_Turn]):
+        """Count a block that has run."""
+        self.accesses = max(self.accesses, *(thread.reads + thread.writes for thread in threads))
+        self.barriers = max(self.barriers, *(thread.barriers for thread in threads))
+        self.threads += sum(thread.writes > 0 for thread in threads)
+
+
+def _run_block(manager: BlockManager, block: tuple[int, ...], *args: Any, order: int, work: Work):
     """A block, one thread at a time, from barrier to barrier."""
     kernel = functools.partial(manager._f, *args)
     points = np.ndindex(*manager._block_dim)
@@ -219,6 +245,7 @@ def _run_block(manager: BlockManager, block: tuple[int, ...], *args: Any, order:
         for thread in threads:
             thread.give_up()
     _check_barriers(block, sorted(threads, key=lambda thread: thread.thread_id))
+    work.add(threads)
 
 
 def _check_barriers(block: tuple[int, ...], threads: list[_Turn]):
@@ -231,17 +258,18 @@ def _check_barriers(block: tuple[int, ...], threads: list[_Turn]):
 
 
 @contextlib.contextmanager
-def watched(order: int) -> Iterator[None]:
+def watched(order: int) -> Iterator[Work]:
     """Launches inside run a block's threads one at a time, NATURAL, REVERSE or TURNS, and watch their shared memory,
-    which begins poisoned, as local arrays do.
+    which begins poisoned, as local arrays do. How the threads divide the work is counted in what it yields.
 
     Raises
     ------
     BarrierMissed
         By a launch of which some thread misses a barrier.
     """
+    work = Work()
     ours = {
-        (BlockManager, "run"): functools.partialmethod(_run_block, order=order),
+        (BlockManager, "run"): functools.partialmethod(_run_block, order=order, work=work),
         (kernelapi.FakeCUDAShared, "array"): _shared_array,
         (kernelapi.FakeCUDALocal, "array"): _local_array,
         (FakeWithinKernelCUDAArray, "__array_ufunc__"): None,
@@ -251,7 +279,7 @@ def watched(order: int) -> Iterator[None]:
     try:
         for (owner, name), value in ours.items():
             setattr(owner, name, value)
-        yield
+        yield work
     finally:
         for (owner, name), value in numbas.items():
             setattr(owner, name, value)

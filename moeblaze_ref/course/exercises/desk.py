@@ -96,11 +96,11 @@ class Desk:
             If there is no such exercise.
         """
         exercise = self._open(name.strip(), KernelExercise)
-        kernel = exercise.kernel
+        kernel, budgets = exercise.kernel, (*exercise.budgets, *exercise.division)
         lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
             verdict = in_subprocess.examine_text(
-                exercise.file, lines, kernel.name, exercise.task, budgets=exercise.budgets, **kernel.launch
+                exercise.file, lines, kernel.name, exercise.task, budgets=budgets, **kernel.launch
             )
         except (ValueError, TypeError, OSError) as error:
             raise self._unsolved(str(error)) from None

@@ -125,7 +125,8 @@ class KernelExercise(_Stated):
     task: str  #: what the kernel must do, one of ``checker.CONTRACTS``
     kernel: Kernel  #: the right one
     change: tuple[str, str]  #: lines of the solution, ``...`` for any between, and what the reader finds in their place
-    budgets: tuple[str, ...]  #: as of `checker.examine`
+    budgets: tuple[str, ...]  #: of memory, as of `checker.examine`
+    division: tuple[str, ...]  #: budgets of how the threads divide the work
 
     noun, call = "kernel", "begins with %%check"
 

@@ -41,15 +41,17 @@ CHECK = (
     "- **Fill the hole, find the bug**: edit the kernel below `%%check` and run the cell. The comment `Your part` "
     "marks a hole; a bug is not marked. The kernel is checked as by `moeblaze check --kernel`, in a process of its own "
     "and without a GPU: on small hard cases, over poisoned outputs, every access checked and its bytes counted, in "
-    "several orders of the threads. How the work is divided is not checked: one thread that does it all may be right, "
-    "and slow. Numba's simulator accepts Python that a GPU would refuse, such as numpy's "
+    "several orders of the threads. Numba's simulator accepts Python that a GPU would refuse, such as numpy's "
     f"functions; do without it. After {LIMIT_SECONDS} seconds the check stops. The first check takes longest: it loads "
     "the checker itself. New to CUDA? [One page](../../docs/cuda.md) has what you need.\n"
     "- **Names**: `THREADS`, those of a block; `EMPTY`, -1, in place of an index that there is not; `ZERO`, 0 in "
     "float32; `DYNAMIC_SHARED(type, name)`, an array in the block's shared memory, of the bytes that the launch "
     "gives.\n"
     "- **Budget**: the most that all threads together may ask of memory, in bytes (`read`, `written`) or in `sectors` "
-    "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`."
+    "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`.\n"
+    "- **Division of the work**: a kernel in which one thread does the work of many is refused, even if it is right. "
+    "`accesses` counts those to global and shared memory by the thread that makes the most, `barriers` those "
+    "that a block passes, `threads` those of the grid that write to memory."
 )
 ASK = (
     "- A wrong answer raises, and names the first number or element that differs. `hint()` gives a hint, which comes "
@@ -103,9 +105,10 @@ def _question(place: int, exercise: Exercise) -> Iterator[str]:
     yield f"## {place}. {exercise.title}"
     yield f"*{KINDS[exercise.kind]}.* {exercise.question}"
     if isinstance(exercise, KernelExercise):
-        budget = ", ".join(f"`{budget}`" for budget in exercise.budgets)
+        budget, division = (", ".join(f"`{one}`" for one in each) for each in (exercise.budgets, exercise.division))
         task = f"Checked as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
-        yield "  \n".join([task, _launch(exercise.kernel), f"**Budget**: {budget}."])
+        limits = f"**Budget**: {budget}.", f"**Division of the work**: {division}."
+        yield "  \n".join([task, _launch(exercise.kernel), *limits])
         if used := helpers(exercise.solution):
             summary = "What it uses of the project's headers"
             yield f"<details><summary>{summary}</summary>\n\n```c++\n{used}\n```\n\n</details>"

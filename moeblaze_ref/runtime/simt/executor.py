@@ -62,6 +62,15 @@ class SharedTraffic:
 
 
 @dataclass(frozen=True)
+class Work:
+    """How the threads of one launch divided its work."""
+
+    accesses: int  #: to global and shared memory, by the thread that makes the most
+    barriers: int  #: that the threads of a block pass, of the block that has the most
+    threads: int  #: of the grid, that write to memory
+
+
+@dataclass(frozen=True)
 class LaunchReport:
     """The counts of one launch, buffer by buffer."""
 
@@ -70,6 +79,7 @@ class LaunchReport:
     block: tuple[int, int, int]
     buffers: dict[str, Traffic]
     shared: SharedTraffic
+    work: Work
 
     @property
     def read_bytes(self) -> int:
@@ -100,6 +110,10 @@ class _Buffer(ctypes.Structure):
 
 class _Shared(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("read_bytes", "written_bytes", "wavefronts", "bank_conflicts")]
+
+
+class _Work(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("accesses", "barriers", "threads")]
 
 
 class Recorder(ctypes.Structure):
@@ -134,6 +148,7 @@ class SimtLaunch(ctypes.Structure):
         ("num_blocks", ctypes.c_uint64),
         ("blocks", ctypes.POINTER(ctypes.c_uint64)),
         ("shared", _Shared),
+        ("work", _Work),
         ("recorder", ctypes.POINTER(Recorder)),
         ("fault", ctypes.c_char * 1024),
     ]
@@ -425,5 +440,10 @@ def _report(launch: SimtLaunch, kernel: str, grid: Size, block: Size, buffers: c
         row.name.decode(): Traffic(row.read_bytes, row.written_bytes, row.read_sectors, row.written_sectors)
         for row in buffers
     }
-    shared = SharedTraffic(*(getattr(launch.shared, field[0]) for field in _Shared._fields_))
-    return LaunchReport(kernel, grid, block, traffic, shared)
+    return LaunchReport(
+        kernel, grid, block, traffic, SharedTraffic(*_values(launch.shared)), Work(*_values(launch.work))
+    )
+
+
+def _values(counts: ctypes.Structure) -> list[int]:
+    return [getattr(counts, name) for name, *_ in counts._fields_]

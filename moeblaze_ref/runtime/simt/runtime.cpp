@@ -117,9 +117,13 @@ struct Thread {
     std::vector<PendingWgmma> products;
     unsigned product_group;
     const Mbarrier* awaited;
+    uint64_t accesses;  // in this block
+    bool has_written;   // in this block
 
     void begin_block() {
         state = State::READY;
+        accesses = 0;
+        has_written = false;
         copies.clear();
         products.clear();
         group = asked = product_group = 0;
@@ -179,6 +183,8 @@ struct Worker {
     const SimtLaunch* launch;
     std::vector<SimtBuffer> buffers;  // this worker's counters
     SimtShared shared;
+    SimtWork work;
+    uint64_t barriers_passed = 0;  // in this block
     Range image;
     SharedMemory block_memory;
     std::vector<char> dynamic_memory;
@@ -239,6 +245,7 @@ struct Worker {
         for (const SimtBuffer* b = next->buffers; b < next->buffers + next->num_buffers; ++b)
             buffers.push_back({b->name, b->address, b->bytes, 0, 0, 0, 0});
         shared = {};
+        work = {};
         last_buffer = 0;
         failed = false;
         observed = next->recorder || next->seed;
@@ -269,11 +276,21 @@ struct Worker {
         block_memory.begin_block(uint16_t(launch->poison));
         barriers.clear();
         transfers.clear();
+        barriers_passed = 0;
         for (unsigned i = 0; i < num_threads; ++i) pool[i]->begin_block();
         favourite = launch->seed ? unsigned(random.next() % warps.size()) : 0;
         while (!failed && run_round()) {
         }
         if (failed) warps.clear();
+        count_work();
+    }
+
+    void count_work() {
+        work.barriers = std::max(work.barriers, barriers_passed);
+        for (unsigned i = 0; i < num_threads; ++i) {
+            work.accesses = std::max(work.accesses, pool[i]->accesses);
+            work.threads += pool[i]->has_written;
+        }
     }
 
     // Lets warps run until their lanes wait or exit, then opens the barrier that all wait at, then
@@ -403,6 +420,7 @@ struct Worker {
             pool[i]->result = barrier_result(pool[i]->block_op, votes);
             pool[i]->state = State::READY;
         }
+        ++barriers_passed;
         return true;
     }
 
@@ -632,6 +650,8 @@ struct Worker {
             if (launch->recorder) record(address, bytes, kind, instruction);
             out_of_bounds(address, bytes, kind);
         }
+        ++current->accesses;
+        current->has_written |= (kind & SIMT_WRITE) != 0;
         if (launch->counted && !warps[current->warp].add(instruction, current->lane, address, bytes, kind, buffer))
             endless();
         if (observed) after_access(address, bytes, kind, instruction);
@@ -810,6 +830,9 @@ struct Grid {
         launch->shared.written_bytes += w.shared.written_bytes;
         launch->shared.wavefronts += w.shared.wavefronts;
         launch->shared.bank_conflicts += w.shared.bank_conflicts;
+        launch->work.accesses = std::max(launch->work.accesses, w.work.accesses);
+        launch->work.barriers = std::max(launch->work.barriers, w.work.barriers);
+        launch->work.threads += w.work.threads;
         if (w.failed && w.block_number < first_fault) {
             first_fault = w.block_number;
             memcpy(launch->fault, w.fault, sizeof w.fault);

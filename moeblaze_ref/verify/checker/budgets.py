@@ -1,4 +1,4 @@
-"""Budgets: how much a kernel may ask of memory, such as "written <= 4 R h" or "read of x <= 4 R d"."""
+"""Budgets: how much a kernel may ask of memory, such as "written <= 4 R h", and how its threads divide the work."""
 
 import re
 from dataclasses import dataclass
@@ -6,21 +6,34 @@ from dataclasses import dataclass
 from moeblaze_ref.core import checks, kernel_headers
 from moeblaze_ref.verify.checker.contracts import Contract
 
-QUANTITIES = {
+TRAFFIC = {
     "read": "bytes that threads ask to read of global memory",
     "written": "bytes that threads ask to write to global memory",
     "sectors": "32-byte sectors of all global accesses",
     "conflicts": "shared-memory passes beyond the fewest possible",
 }
-_BUDGET = re.compile(r"(?P<quantity>\w+)(?:\s+of\s+(?P<tensor>\w+))?\s*<=\s*(?P<formula>.+)")
+DIVISION = {
+    "accesses": "accesses to global and shared memory by the thread that makes the most",
+    "barriers": "barriers that the threads of a block pass, in the block that has the most",
+    "threads": "threads of the grid that write to memory",
+}
+QUANTITIES = TRAFFIC | DIVISION
+AT_LEAST = ("threads",)  #: limited from below, all others from above
+_TOO_SERIAL = {
+    "accesses": "one thread does work that many could do at once",
+    "barriers": "the threads wait for each other more often than the work needs",
+    "threads": "the other threads do nothing",
+}
+_BUDGET = re.compile(r"(?P<quantity>\w+)(?:\s+of\s+(?P<tensor>\w+))?\s*(?P<sign><=|>=)\s*(?P<formula>.+)")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The most of one quantity, over all tensors or of one."""
+    """The most of one quantity, over all tensors or of one; of ``AT_LEAST`` the least."""
 
     quantity: str  #: one of ``QUANTITIES``
-    tensor: str | None
+    tensor: str | None  #: None of what is counted over all memory
+    sign: str  #: "<=", or ">=" of ``AT_LEAST``
     #: In the sizes, ``s`` (bytes of Scalar), ``G`` (2 if the activation is gated, else 1), ``blocks`` (of the grid),
     #: and the kernel's whole constants.
     formula: str
@@ -36,9 +49,15 @@ class Budget:
         """
         match = _BUDGET.fullmatch(text.strip())
         if not match:
-            raise ValueError(f'budget {text!r} must read like "written <= 4 R h" or "read of x <= 4 R d"')
+            raise ValueError(
+                f'budget {text!r} must read like "written <= 4 R h", "read of x <= 4 R d" or "threads >= R h"'
+            )
         budget = cls(**match.groupdict())
-        checks.check_name("quantity of a budget", budget.quantity, QUANTITIES)
+        quantity = checks.check_name("quantity of a budget", budget.quantity, QUANTITIES)
+        if budget.sign != (sign := ">=" if quantity in AT_LEAST else "<="):
+            raise ValueError(f"budget {text!r} must have {sign}: {quantity} {sign} ...")
+        if budget.tensor is not None and quantity in DIVISION:
+            raise ValueError(f"budget {text!r} names a tensor, but {quantity} are counted over all memory")
         if budget.tensor is not None:
             checks.check_name(f"tensor of {contract.task}", budget.tensor, contract.tensors)
         return budget
@@ -48,10 +67,14 @@ class Budget:
         allowed = kernel_headers.number(self.formula, symbols)
         counted = counts[self.quantity]
         used = sum(counted.values()) if self.tensor is None else counted.get(self.tensor, 0)
-        if used <= allowed:
+        missing = self.sign == ">="
+        over = allowed - used if missing else used - allowed
+        if over <= 0:
             return ""
-        of = f" of {self.tensor}" if self.tensor else ""
+        what = f"{self.quantity} of {self.tensor}" if self.tensor else self.quantity
+        fault = "too serial" if self.quantity in DIVISION else "over budget"
+        why = f"; {_TOO_SERIAL[self.quantity]}" if self.quantity in DIVISION else ""
         return (
-            f"over budget: {self.quantity}{of} is {used:,}, but {self.quantity}{of} <= {self.formula} allows "
-            f"{float(allowed):,.10g}: {float(used - allowed):,.10g} too many"
+            f"{fault}: {what} is {used:,}, but {what} {self.sign} {self.formula} {'asks for' if missing else 'allows'} "
+            f"{float(allowed):,.10g}: {float(over):,.10g} too {'few' if missing else 'many'}{why}"
         )

@@ -185,11 +185,14 @@ class Report:
     def _lines(self) -> Iterator[str]:
         yield f"{self.task}: {self.kernel}, {self.dtype}, on {self.backend}"
         yield f"launch: {self.launch}"
-        width = max((len(result.case) for result in self.results), default=0)
-        yield "".join([" " * (8 + width), *(f"{quantity:>12}" for quantity in self.quantities)]).rstrip()
+        rows = [["", "", *self.quantities]]
         for result in self.results:
-            numbers = (f"{total:>12,}" for total in result.totals.values())
-            yield "".join([f"{'right' if result.ok else 'WRONG':8}", f"{result.case:{width}}", *numbers]).rstrip()
+            totals = [f"{total:,}" for total in result.totals.values()] or [""] * len(self.quantities)
+            rows.append(["right" if result.ok else "WRONG", result.case, *totals])
+        right, case, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        for verdict, name, *numbers in rows:
+            counts = (f"   {number:>{width}}" for number, width in zip(numbers, widths, strict=True))
+            yield f"{verdict:{right}}   {name:{case}}{''.join(counts)}".rstrip()
         yield self.first_problem or f"right in all {len(self.results)} cases"
         if self.unchecked:
             yield f"not checked past 2**31 elements, because {self.unchecked}"

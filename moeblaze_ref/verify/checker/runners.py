@@ -16,7 +16,7 @@ from moeblaze_ref.runtime.simt.build import SimtCompileError
 from moeblaze_ref.runtime.simt.cache import SimtUnavailable
 from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import Size
-from moeblaze_ref.verify.checker.budgets import QUANTITIES
+from moeblaze_ref.verify.checker.budgets import DIVISION, QUANTITIES
 from moeblaze_ref.verify.checker.contracts import Arrays
 from moeblaze_ref.verify.checker.kernels import CudaKernel, NumbaKernel
 from moeblaze_ref.verify.checker.report import Counts
@@ -64,7 +64,13 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
         "written": {name: traffic.written_bytes for name, traffic in buffers},
         "sectors": {name: traffic.read_sectors + traffic.written_sectors for name, traffic in buffers},
         "conflicts": {"shared memory": report.shared.bank_conflicts},
+        **_division(report.work),
     }
+
+
+def _division(work: Any) -> Counts:
+    """How the threads divided the work, which a `simt.executor.Work` or a `simulator.Work` holds."""
+    return {quantity: {"all memory": getattr(work, quantity)} for quantity in DIVISION}
 
 
 def _line_outside(kernel: CudaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int) -> str:
@@ -103,11 +109,12 @@ def _simulated(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], a
 
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     moved = {name: CountingArray(array.copy(), name) for name, array in arrays.items()}
-    with watched(order):
+    with watched(order) as work:
         _launch_numba(kernel, launch, arguments, moved)
     return {
         "read": {name: array.read_bytes for name, array in moved.items()},
         "written": {name: array.written_bytes for name, array in moved.items()},
+        **_division(work),
     }
 
 
@@ -162,7 +169,7 @@ RUNNERS = {
     "simt": Runner(_simt, _SEEDS, _BY_ORDER, tuple(QUANTITIES)),
     "cuda": Runner(_cuda, _RUNS, _BY_RUN, ()),
     "numba": Runner(_numba_on_gpu, _RUNS, _BY_RUN, ()),
-    "simulator": Runner(_simulated, _TURNS, _BY_ORDER, ("read", "written")),
+    "simulator": Runner(_simulated, _TURNS, _BY_ORDER, ("read", "written", *DIVISION)),
 }
 
 

@@ -93,8 +93,9 @@ class Terms:
         counted = RUNNERS[runner].quantities
         for budget in self.budgets:
             if budget.quantity not in counted:
-                what = f"only {' and '.join(counted)}" if counted else "nothing"
-                raise ValueError(f"a budget limits {budget.quantity}, but on {self.backend} {what} is counted")
+                *some, last = counted or ("",)
+                what = f"only {', '.join(some)} and {last} are" if counted else "nothing is"
+                raise ValueError(f"a budget limits {budget.quantity}, but on {self.backend} {what} counted")
         return self.trial(runner)
 
     def trial(self, runner: str) -> "Trial":

@@ -45,6 +45,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "        pass  # Your part: <d_out, y> of the slot, into d_gates[token, slot % k].\n",
         ),
         budgets=("read of y <= 4 R d", "read of d_out <= 4 R d", "written <= 4 R"),
+        division=("accesses <= 2 d + 2", "barriers <= 0", "threads >= R"),
         hint="Token and row of a slot: `slot // k` and `token_index_map[slot]`. Begin the sum at `ZERO`.",
         why="""It needs `y`, an `(R, d)` tensor, kept until the backward. The layer gets the same number from what it
             has anyway: the exercises of notebook 05.""",
@@ -64,6 +65,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "        # Your part: the sum over the expert's positions; x is gathered.\n",
         ),
         budgets=("read of x <= 4 R d h", "read of d_hidden <= 4 R d h", "written <= 4 E d h"),
+        division=("accesses <= 3 L + 3", "barriers <= 0", "threads >= E d h"),
         hint="""The token of a position is `expert_token_indices[position]`. An expert without rows has an empty range,
             and gets zeros.""",
         why="""An expert without rows still has a gradient, all zeros: who skips its writes leaves what was there
@@ -83,6 +85,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "        // Your part: add both scalar products over h to the sum.\n",
         ),
         budgets=("written <= 4 L d", "read of d_a <= 4 R d h", "read of w1 <= 4 R d h"),
+        division=("accesses <= (4 h + 2) k + 1", "barriers <= 0", "threads >= L d"),
         hint="""`d_a[row + p] * w1[weight + p]` for `p` from 0 to `h - 1`, and the same of `d_b` and `w2`. `to_float`
             changes nothing in float32.""",
         why="""The `(R, d)` gradients of the routed rows never exist: a token's slots are summed in a register, in their
@@ -98,6 +101,7 @@ EXERCISES: tuple[Exercise, ...] = (
         kernel=cuda_kernel(DOWN, "d_hidden"),
         change=("gate_of_row[at.row]", "gate_of_row[expert_token_indices[at.row]]"),
         budgets=("read of w3 <= 4 R d h", "written <= 16 R h"),
+        division=("accesses <= 2 d + 10", "barriers <= 0", "threads >= R h"),
         hint="`expert_token_indices[row]` is a token. Is `gate_of_row` indexed by tokens?",
         why="""Where all tokens go to one expert, row and token are the same number, and nothing differs. One routing
             proves nothing.""",

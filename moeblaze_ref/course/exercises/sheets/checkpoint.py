@@ -117,6 +117,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "    // Your part: d_a, d_b, gated_y and gate_terms at this index.\n",
         ),
         budgets=("read of a <= 4 R h", "read of b <= 4 R h", "written <= 16 R h"),
+        division=("accesses <= 2 d + 10", "barriers <= 0", "threads >= R h"),
         hint="Behind the gate the gradient of `y_swi` is `gate * d_y`. Then the product rule: `y_swi = act(a) * b`.",
         why="""The gate's gradient needs neither `y` nor `y_swi` from memory: `<d_out, y> = <d_out w3^T, y_swi>`, and
             the right side lies in registers.""",

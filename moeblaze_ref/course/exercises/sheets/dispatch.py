@@ -10,6 +10,13 @@ FILE = "dispatch/1_dense_map.cu"
 NUMBA = (
     "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, cuda\nfrom moeblaze_ref.core.structures import EMPTY"
 )
+TREE_IMPORTS = """\
+from numba import int32
+
+from moeblaze_ref.backends.numba_cuda.runtime import cuda
+from moeblaze_ref.core.structures import EMPTY
+
+THREADS = 32"""
 INDICES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
 
 LENGTHS = """\
@@ -82,6 +89,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "        pass  # Your part: enter the thread's token under each of its k experts.\n",
         ),
         budgets=("read <= 4 R", "written <= 4 L E + 4 R"),
+        division=("accesses <= E + 2 k", "barriers <= 1", "threads >= L"),
         hint="""The thread's token is `first + thread`; its experts are `topk_experts[token, 0]` to `topk_experts[token,
             k - 1]`.""",
         why="No two threads write the same entry: nothing is contended for, so nothing needs an atomic.",
@@ -95,12 +103,17 @@ EXERCISES: tuple[Exercise, ...] = (
             the upper half to their own, then a quarter does the same, until one is left. `THREADS` is a power of
             two.""",
         task="dispatch.expert_lengths",
-        kernel=numba_kernel(dispatch.expert_lengths_kernel, f"from numba import int32\n\n{NUMBA}"),
+        kernel=numba_kernel(dispatch.expert_lengths_kernel, TREE_IMPORTS),
         change=(
             "    half = THREADS // 2\n...\n        half //= 2\n",
             "    # Your part: all rounds, with a barrier after each.\n",
         ),
         budgets=("read <= 4 L E", "written <= 4 E"),
+        division=(
+            "accesses <= ceil(L / THREADS) + 3 log2(THREADS) + 3",
+            "barriers <= log2(THREADS) + 1",
+            "threads >= E THREADS",
+        ),
         hint="""`half` begins at `THREADS // 2` and is halved in each round. In a round, the threads below `half` add
             `counts[thread + half]`; then *all* threads meet at `cuda.syncthreads()`.""",
         why="""`log2(THREADS)` rounds, in place of `THREADS` additions by one thread. The barrier stands outside of the
@@ -122,6 +135,11 @@ EXERCISES: tuple[Exercise, ...] = (
             "            // Your part: the row's position, its token's slot (slot_of), and both writes.\n",
         ),
         budgets=("written <= 8 R", "read of dense_map <= 4 L E", "read of topk_experts <= 4 R k"),
+        division=(
+            "accesses <= 1 + (5 + k) ceil(L / THREADS)",
+            "barriers <= 2 ceil(L / THREADS)",
+            "threads >= R / max(1, ceil(L / THREADS))",
+        ),
         hint="""`base` begins at the expert's offset and grows by each tile's total, so the position is `base +
             rank.exclusive`. `slot_of(topk_experts + token * k, expert)` tells which of its slots the token used for
             this expert.""",
@@ -139,6 +157,7 @@ EXERCISES: tuple[Exercise, ...] = (
         kernel=Kernel("expert_lengths", LENGTHS, cuda_grid(FILE, "expert_lengths")),
         change=("    counts[threadIdx.x] = count;\n    __syncthreads();\n", "    counts[threadIdx.x] = count;\n"),
         budgets=("read <= 4 L E", "written <= 4 E"),
+        division=("accesses <= ceil(L / THREADS) + THREADS + 1", "barriers <= 1", "threads >= E THREADS"),
         hint="The last thread reads what all others wrote. How does it know that they have?",
         why="""A result that depends on who comes first is wrong, even on the day when it is right. Every thread must
             reach the barrier: it stands before the `return`.""",
@@ -159,6 +178,11 @@ EXERCISES: tuple[Exercise, ...] = (
             "    // Your part: walk over all L * E entries of the map; entry i belongs to expert i % E.\n",
         ),
         budgets=("read <= 4 L E", "sectors <= ceil(L E / 8) + ceil(E / 8)"),
+        division=(
+            "accesses <= 2 ceil(L E / THREADS) + 3 ceil(E / THREADS)",
+            "barriers <= 2",
+            "threads >= R / max(1, ceil(L E / THREADS))",
+        ),
         hint="""Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: at each turn a warp reads 32
             neighbours, 128 bytes in four sectors.""",
         why="""The bytes are the same, the sectors are not: what counts is what a warp asks for at once. But one block

@@ -83,6 +83,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "    // Your part: the row of x that belongs to at.row, and both sums over its d elements.\n",
         ),
         budgets=("read of x <= 4 R d h", "read of w1 <= 4 R d h", "written <= 12 R h"),
+        division=("accesses <= 3 d + 6", "barriers <= 0", "threads >= R h"),
         hint="""The token is `expert_token_indices[at.row]`, and its row begins at `x + token * d`. Read each `x_row[p]`
             once and use it for both sums.""",
         why="The routed copy of notebook 00 has become one index for each thread.",
@@ -101,6 +102,11 @@ EXERCISES: tuple[Exercise, ...] = (
             "    // Your part: the token's row of x into x_row, each thread a part; then wait for all.\n",
         ),
         budgets=("read of x <= 4 R d", "written <= 12 R h"),
+        division=(
+            "accesses <= 2 ceil(d / THREADS) + (3 d + 3) ceil(h / THREADS) + 2",
+            "barriers <= 1",
+            "threads >= R min(h, THREADS)",
+        ),
         hint="""Thread `t` copies the elements `t`, `t + THREADS`, ... Then `__syncthreads()`: no thread may read what
             another has not written yet.""",
         why="""`h` times fewer bytes of `x`. The weights are still read for every row; the tiled version shares those,
@@ -116,6 +122,7 @@ EXERCISES: tuple[Exercise, ...] = (
         kernel=cuda_kernel(DOWN, "expert_down"),
         change=("(long long)blockIdx.y * h * d + at.column", "at.column"),
         budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
+        division=("accesses <= 2 h + 3", "barriers <= 0", "threads >= R d"),
         hint="`w3` is `(E, h, d)`, and `blockIdx.y` is the expert. Where does that expert's matrix begin?",
         why="""With one expert, or with every token at expert 0, no test would see it. Check on skewed routing and on
             even routing.""",
@@ -134,6 +141,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "        # Your part: add up gate times y over the token's k slots.\n",
         ),
         budgets=("read of y <= 4 R d", "read of gates <= 4 R d", "written <= 4 L d"),
+        division=("accesses <= 3 k + 1", "barriers <= 0", "threads >= L d"),
         hint="""A loop over `j` in `range(k)`: the gate is `gates[token, j]`, and its row of `y` stands in
             `token_index_map`.""",
         why="Each element of `out` has one writer: no atomics, and the same bits in every run.",
@@ -149,6 +157,7 @@ EXERCISES: tuple[Exercise, ...] = (
         kernel=numba_kernel(expert_down.expert_down_kernel),
         change=("y[position, column] = total", "y[slot, column] = total"),
         budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
+        division=("accesses <= 2 h + 3", "barriers <= 0", "threads >= R d"),
         hint="`y` is in expert order. Which of `slot` and `position` is a row in expert order?",
         why="Both orders have `R` rows, so nothing is out of bounds: only a comparison element by element finds it.",
     ),

@@ -49,6 +49,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "        // Your part: expert e is the best so far if it comes after `last`, before `best`.\n",
         ),
         budgets=("read of logits <= 4 L E (k + 2)", "written <= 4 L E + 12 R"),
+        division=("accesses <= (k + 3) E + 4 k", "barriers <= 0", "threads >= L"),
         hint="""Expert `e` comes after `last` if its logit is smaller, or equal and its id higher. Among those, keep the
             largest: `best = {e, ordered}`.""",
         why="""The row is read once for each choice and twice for the softmax. Nothing is stored in between, so `k` and
@@ -65,6 +66,7 @@ EXERCISES: tuple[Exercise, ...] = (
         kernel=GATING,
         change=("RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "1.0f / sum_of_chosen"),
         budgets=("read of logits <= 4 L E (k + 2)", "written <= 4 L E + 12 R"),
+        division=("accesses <= (k + 3) E + 4 k", "barriers <= 0", "threads >= L"),
         hint="The report names `gates`, not `probs`: what scales the one, and what the other?",
         why="Renormalised gates are a choice of the model, not an error: Mixtral's are. But a kernel must not choose.",
     ),

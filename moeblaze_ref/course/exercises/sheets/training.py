@@ -50,6 +50,7 @@ EXERCISES: tuple[Exercise, ...] = (
         kernel=D_LOGITS,
         change=("2.0f * per_token * d_router_z_loss[0]", "2.0f * d_router_z_loss[0]"),
         budgets=("written <= 4 L E + 4 R",),
+        division=("accesses <= 7 E + 12 k + 2", "barriers <= 0", "threads >= L"),
         hint="`per_token` is `1 / L`. Which of the two losses uses it?",
         why="Too strong a z-loss does not fail: it trains a slightly worse router. Only a gradient check sees it.",
     ),
@@ -69,6 +70,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "    // Your part: add p * d_p of each of the k choices to the mean.\n",
         ),
         budgets=("written <= 4 L E + 4 R", "read of d_gates <= 8 R"),
+        division=("accesses <= 7 E + 12 k + 2", "barriers <= 0", "threads >= L"),
         hint="A loop over `j`: `(d_gates[token * k + j] - shift)` times the share of that choice's logit.",
         why="""Experts that were not chosen get a gradient after all, through the denominator: the mean is subtracted
             from every expert's `d_p`.""",

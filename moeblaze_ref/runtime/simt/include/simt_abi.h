@@ -97,6 +97,13 @@ struct SimtShared {
     uint64_t bank_conflicts;  // wavefronts beyond the fewest that the access width allows
 };
 
+// How the threads divide a launch's work.
+struct SimtWork {
+    uint64_t accesses;  // to global and shared memory, by the thread that makes the most
+    uint64_t barriers;  // that the threads of a block pass, of the block that has the most
+    uint64_t threads;   // of the grid, that write to memory
+};
+
 // One access of one thread, or an operation: a wait, an exchange, a copy by the engine, a trap.
 struct SimtRecord {
     uint64_t block;        // number in the grid
@@ -135,6 +142,7 @@ struct SimtLaunch {
     uint64_t num_blocks;
     const uint64_t* blocks;  // numbers of those that run, ascending; null: all of the grid
     SimtShared shared;
+    SimtWork work;
     SimtRecorder* recorder;  // null: nothing is recorded; with one, workers is 1
     char fault[1024];        // empty unless the launch failed
 };
