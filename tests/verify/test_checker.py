@@ -517,7 +517,7 @@ def test_names_that_lead_nowhere(tmp_path, written):
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize("function", ["forward", "stage_contracts", "THREADS"])
+@pytest.mark.parametrize("function", ["forward", "stage_contracts", "ARRAYS"])
 def test_what_is_no_numba_kernel(function):
     with pytest.raises(TypeError, match="must be a kernel: a function under @cuda.jit"):
         examine(f"moeblaze_ref.backends.numba_cuda.combine:{function}", "combine")
