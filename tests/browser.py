@@ -1,22 +1,26 @@
 """The Chromium of the machine, without a window: what a reader sees of JupyterLab and of the site."""
 
+import ast
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urldefrag
 
 import processes
-from playwright.sync_api import Locator, Page, TimeoutError, expect, sync_playwright
+from jupyter_client import BlockingKernelClient
+from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -71,10 +75,15 @@ RAN = """() => {
     return prompts.some(text => /\\d/.test(text)) && !prompts.some(text => text.includes("*"));
 }"""
 
-REDRAWN = """([explorer, pictures, before]) => {
-    const picture = explorer.querySelector(pictures);
-    return picture !== null && picture.src !== before && picture.naturalWidth > 0;
-}"""
+# What a reader sees of an ``explore``: the texts of its controls in their order, its picture, and else its message.
+SEEN = """explorer => ({
+    controls: [...explorer.querySelectorAll(".widget-readout, select, .jupyter-button")].map(control =>
+        control.selectedOptions?.[0].textContent.replaceAll("\u00a0", " ") ?? control.textContent),
+    picture: explorer.querySelector(".jp-OutputArea-output img")?.src.replace("data:image/png;base64,", "") ?? null,
+    message: explorer.querySelector(".jp-RenderedMarkdown")?.textContent.trim() ?? null,
+})"""
+# The same as the kernel has it, drawn anew for the values that its controls have.
+STATES = Path(__file__).with_name("explorer_states.py")
 
 
 @contextlib.contextmanager
@@ -91,6 +100,9 @@ def jupyterlab(folder: Path) -> Iterator[str]:
     command += [f"--ServerApp.root_dir={folder}", f"--IdentityProvider.token={TOKEN}"]
     log = home / "log"
     with open(log, "w") as said:
+        startup = home / "ipython" / "profile_default" / "startup"
+        startup.mkdir(parents=True)
+        shutil.copy(STATES, startup)
         env = {**others, **places, "IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": str(ROOT)}
         server = subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -147,24 +159,75 @@ def check_outputs(page: Page, cells: int, pictures: int) -> None:
     expect(page.locator(PICTURES)).to_have_count(pictures, timeout=HANGS)
 
 
-def move_slider(explorer: Locator, hangs: int = HANGS) -> None:
-    """Move the first slider of an ``explore`` by a key, and wait until its picture is another one.
+@contextlib.contextmanager
+def asking_kernel(folder: Path) -> Iterator[Callable[[str], Any]]:
+    """A function that evaluates an expression in the kernel of a `jupyterlab` over the folder."""
+    (connection,) = (folder / ".home" / "runtime").glob("kernel-*.json")
+    client = BlockingKernelClient(connection_file=str(connection))
+    client.load_connection_file()
+    client.start_channels()
+
+    def ask(expression: str) -> Any:
+        asked = {"user_expressions": {"answer": expression}, "store_history": False}
+        reply = client.execute("", reply=True, timeout=HANGS / 1000, **asked)
+        answer = reply["content"]["user_expressions"]["answer"]
+        assert answer["status"] == "ok", "\n".join(answer.get("traceback", [str(answer)]))
+        return ast.literal_eval(answer["data"]["text/plain"])
+
+    try:
+        yield ask
+    finally:
+        client.stop_channels()
+
+
+def drive(explorer: Locator, number: int, ask: Callable[[str], Any], states: int, hangs: int = HANGS) -> None:
+    """Move the controls of the ``explore`` of this number, one after another, and compare what is seen after each.
 
     Raises
     ------
     AssertionError
-        If the picture is the same after so many milliseconds.
+        If texts or picture are not those of the state that the kernel has.
     """
-    before = explorer.locator(PICTURES).get_attribute("src")
-    handle = explorer.locator(".noUi-handle").first
-    now, last = (handle.get_attribute(f"aria-value{name}") for name in ("now", "max"))
-    handle.press("ArrowLeft" if now == last else "ArrowRight")
-    try:
-        shown = [explorer.element_handle(), PICTURES, before]
-        explorer.page.wait_for_function(REDRAWN, arg=shown, polling=POLLS, timeout=hangs)
-    except TimeoutError:
-        moved = explorer.locator(".widget-label").first.text_content()
-        raise AssertionError(f"no other picture after the slider {moved!r} was moved") from None
+    chance = random.Random(number)
+    seen = _wait_for(explorer, number, ask, None, hangs)
+    for turn in range(states):
+        free = explorer.locator(".jupyter-button").filter(has_not_text=re.compile(r"\d")).all()
+        if free and turn % 3:
+            chance.choice(free).click()
+        else:
+            moving = explorer.locator(".noUi-handle, select:has(option:nth-child(2))").all()
+            _move(moving[turn % len(moving)])
+        seen = _wait_for(explorer, number, ask, seen, hangs)
+
+
+def _move(control: Locator) -> None:
+    """Move a slider by a key, a list to its next entry."""
+    if control.evaluate("control => control.tagName") == "SELECT":
+        chosen, options = control.evaluate("control => [control.selectedIndex, control.length]")
+        control.select_option(index=(chosen + 1) % options)
+        return
+    now, last = (control.get_attribute(f"aria-value{name}") for name in ("now", "max"))
+    control.press("ArrowLeft" if now == last else "ArrowRight")
+
+
+def _wait_for(explorer: Locator, number: int, ask: Callable[[str], Any], before: Any, hangs: int) -> Any:
+    """What is seen of an ``explore`` once its picture or message is not the one before, if it is the kernel's state."""
+
+    def shown(of):
+        return of and (of["picture"], of["message"])
+
+    ends = time.monotonic() + hangs / 1000
+    while shown(seen := explorer.evaluate(SEEN)) == shown(before) and time.monotonic() < ends:
+        time.sleep(POLLS / 1000)
+    while (right := ask(f"explorer_state({number})")) != seen and time.monotonic() < ends:
+        time.sleep(POLLS / 1000)
+        seen = explorer.evaluate(SEEN)
+    if seen == right and shown(seen) != shown(before):
+        return seen
+    assert seen["controls"] == right["controls"], f"{seen['controls']} is shown, but the kernel has {right['controls']}"
+    assert seen["message"] == right["message"]
+    assert seen["picture"] == right["picture"], f"the picture is not that of {right['controls']}"
+    raise AssertionError(f"no other picture after a control was moved from {right['controls']}")
 
 
 # The site ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from moeblaze_ref.course.notebook.execution import METADATA
 
 NAMES = ("00_memory_wall", "01_routing", "02_dispatch_without_sorting")  # quick ones
 NOTEBOOKS = ROOT / "notebooks"
+STATES = 10  # of each ``explore``
 
 
 def write_cleared(notebook, path):
@@ -24,7 +25,7 @@ def write_cleared(notebook, path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs_and_its_sliders_move_their_pictures(name, tmp_path):
+def test_a_notebook_runs_and_its_controls_move_their_pictures(name, tmp_path):
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     write_cleared(notebook, tmp_path / "read.ipynb")
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -34,8 +35,9 @@ def test_a_notebook_runs_and_its_sliders_move_their_pictures(name, tmp_path):
         browser.check_outputs(page, len(code), pictures)
         explorers = page.locator(".widget-interact")
         expect(explorers).to_have_count(sum(cell.source.count("explore(") for cell in code))
-        for explorer in explorers.all():
-            browser.move_slider(explorer)
+        with browser.asking_kernel(tmp_path) as ask:
+            for number, explorer in enumerate(explorers.all()):
+                browser.drive(explorer, number, ask, STATES)
         browser.check_outputs(page, len(code), pictures)
 
 
@@ -80,11 +82,12 @@ def test_sliders_that_move_no_picture_and_a_cell_that_raises_are_seen(tmp_path):
         browser.run_all(page, lab, "broken.ipynb")
         with pytest.raises(AssertionError, match="ZeroDivisionError"):
             browser.check_outputs(page, cells=6, pictures=3)
-        still, moving, raising = page.locator(".widget-interact").all()
-        browser.move_slider(moving)
-        for explorer in (still, raising):
-            with pytest.raises(AssertionError, match="no other picture"):
-                browser.move_slider(explorer, hangs=5_000)
+        explorers = page.locator(".widget-interact").all()
+        with browser.asking_kernel(tmp_path) as ask:
+            browser.drive(explorers[1], 1, ask, 1)
+            for number, message in ((0, "no other picture"), (2, "KeyError")):
+                with pytest.raises(AssertionError, match=message):
+                    browser.drive(explorers[number], number, ask, 1, hangs=5_000)
         with pytest.raises(AssertionError, match="KeyError"):
             browser.check_outputs(page, cells=6, pictures=3)
 

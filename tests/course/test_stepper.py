@@ -8,7 +8,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.colors import to_rgba
 
 from moeblaze_ref.course.notebook import controls, explorer, pictures, stepper
-from moeblaze_ref.course.notebook.explorer import Routing, RoutingGrid
+from moeblaze_ref.course.notebook.explorer import NO_SLOT, Routing, RoutingGrid
 from moeblaze_ref.course.notebook.stepper import Stepper, record_dispatch, sentence
 from moeblaze_ref.runtime.record import RecordingExecutor
 from moeblaze_ref.runtime.simt.executor import KernelFault
@@ -162,15 +162,15 @@ def grid():
 
 
 def buttons(shown):
-    return [cell for cell in shown.children[2].children if isinstance(cell, Button)]
+    return [cell for cell in shown.children[-1].children if isinstance(cell, Button)]
 
 
 def test_a_click_takes_the_place_of_the_oldest_choice():
     shown = grid()
-    assert [button.description for button in buttons(shown)[:4]] == ["", "", "0", "1"]
+    assert [button.description for button in buttons(shown)[:4]] == [NO_SLOT, NO_SLOT, "0", "1"]
     buttons(shown)[0].click()  # token 0 had experts 2 and 3
     assert shown.value.topk_experts[0] == (3, 0)
-    assert [button.description for button in buttons(shown)[:4]] == ["1", "", "", "0"]
+    assert [button.description for button in buttons(shown)[:4]] == ["1", NO_SLOT, NO_SLOT, "0"]
     before = shown.value
     buttons(shown)[3].click()
     assert shown.value == before, "it has this expert already"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from IPython.display import Markdown, display
-from ipywidgets import IntProgress, IntSlider, Play, SelectionSlider, Widget, interact, jslink
+from ipywidgets import IntProgress, IntSlider, Layout, Play, SelectionSlider, VBox, Widget, interactive, jslink
 
 LABEL_WIDTH = "8em"  # holds the longest name of a control
 
@@ -15,11 +15,11 @@ def doubling(first: int, last: int, value: int) -> SelectionSlider:
     return SelectionSlider(options=[(f"{size:,}", size) for size in sizes], value=value)
 
 
-def explore(picture: Callable[..., Any], **controls: Widget):
+def explore(picture: Callable[..., Any], beside: bool = False, **controls: Widget):
     """Draw a picture with the values of the controls, and again whenever one of them is let go.
 
     ``picture`` is called with a keyword for every control and returns what is shown. A ValueError, such as that of
-    k > E, is shown as its message.
+    k > E, is shown as its message. High controls stand ``beside`` the picture, so that both are in view.
     """
     for control in controls.values():
         control.continuous_update = False
@@ -32,7 +32,13 @@ def explore(picture: Callable[..., Any], **controls: Widget):
         except ValueError as error:
             display(Markdown(f"**{error}**"))
 
-    interact(draw, **controls)
+    shown: Any = interactive(draw, **controls)  # ipywidgets has no types
+    if beside:
+        *handles, output = shown.children
+        output.layout = Layout(flex="1 1 0", min_width="0")  # a picture that is too wide shrinks
+        shown.layout = Layout(flex_flow="row", align_items="flex-start")
+        shown.children = VBox(handles, layout=Layout(flex="0 0 auto")), output
+    display(shown)
 
 
 def play(slider: IntSlider, seconds: float = 1.5) -> IntSlider:

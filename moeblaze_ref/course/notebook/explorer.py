@@ -4,7 +4,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
-from ipywidgets import Button, FloatSlider, GridBox, HBox, IntSlider, Label, Layout, ValueWidget, VBox
+from ipywidgets import Button, FloatSlider, GridBox, IntSlider, Label, Layout, ValueWidget, VBox
 from matplotlib.figure import Figure
 
 from moeblaze_ref.backends.numpy_ref import dispatch
@@ -16,6 +16,7 @@ from moeblaze_ref.course.notebook.routing import zipf_choices
 
 MAX_TOKENS, MAX_EXPERTS, MAX_CHOICES = 8, 6, 3  # what fits a picture
 WIDTH = "2.6em"  # of a button
+NO_SLOT = "\N{NO-BREAK SPACE}"  # an empty text would leave the one before on the button
 
 
 class Routing(NamedTuple):
@@ -50,11 +51,11 @@ class RoutingGrid(VBox, ValueWidget):
         self._experts = self._slider("experts", num_experts, MAX_EXPERTS)
         self._k = self._slider("k", k, min(num_experts, MAX_CHOICES))
         self._skew = FloatSlider(description="skew", min=0, max=3, step=0.25, value=0, continuous_update=False)
-        sliders = self._tokens, self._experts, self._k, self._skew
-        super().__init__([HBox(sliders[:2]), HBox(sliders[2:])])
+        self._sliders = self._tokens, self._experts, self._k, self._skew
+        super().__init__(self._sliders)
         self._buttons: list[list[Button]] = []
         self._show(Routing(tuple(map(tuple, topk_experts.tolist())), num_experts))
-        for slider in sliders:
+        for slider in self._sliders:
             slider.observe(self._draw, "value")
 
     @staticmethod
@@ -87,10 +88,10 @@ class RoutingGrid(VBox, ValueWidget):
         shape = len(routing.topk_experts), routing.E
         if shape != np.shape(self._buttons):
             self._buttons = [[self._button(token, expert) for expert in range(shape[1])] for token in range(shape[0])]
-            self.children = (*self.children[:2], self._table())
+            self.children = (*self._sliders, self._table())
         for chosen, row in zip(routing.topk_experts, self._buttons, strict=True):
             for expert, button in enumerate(row):
-                button.description = str(chosen.index(expert)) if expert in chosen else ""
+                button.description = str(chosen.index(expert)) if expert in chosen else NO_SLOT
                 button.style.button_color = EXPERT_COLORS[expert] if expert in chosen else PALE
         self.value = routing
 

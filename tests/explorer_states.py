@@ -1,0 +1,44 @@
+"""Runs when the kernel of a browser test starts: keeps every ``explore``, to say what a reader should see of it."""
+
+from typing import Any
+
+from ipywidgets import FloatSlider, IntSlider
+
+from moeblaze_ref.course import notebook
+from moeblaze_ref.course.notebook import controls
+
+_explorers: list[Any] = []
+_explore = controls.explore
+
+
+def _kept(picture, beside=False, **widgets):
+    _explorers.append((picture, widgets))
+    return _explore(picture, beside, **widgets)
+
+
+notebook.explore = controls.explore = _kept
+
+
+def _texts(control):
+    if hasattr(control, "choose"):  # a RoutingGrid
+        *sliders, table = control.children
+        buttons = [cell.description for cell in table.children if hasattr(cell, "click")]
+        return [text for slider in sliders for text in _texts(slider)] + buttons
+    if isinstance(control, IntSlider):
+        return [str(control.value)]
+    if isinstance(control, FloatSlider):
+        return [f"{control.value:.2f}"]
+    option = control.options[control.index]
+    return [str(option[0] if isinstance(option, tuple) else option)]
+
+
+def explorer_state(number):
+    """The texts of the controls, and the picture that they ask for or the message in its place."""
+    picture, widgets = _explorers[number]
+    state: dict[str, Any] = {"controls": [text for control in widgets.values() for text in _texts(control)]}
+    try:
+        shown = picture(**{name: control.value for name, control in widgets.items()})
+    except ValueError as error:
+        return state | {"picture": None, "message": str(error)}
+    made, _ = get_ipython().display_formatter.format(shown)  # noqa: F821
+    return state | {"picture": made["image/png"].strip(), "message": None}
