@@ -1,0 +1,49 @@
+"""What makes the project's prose hard to read: sentences that are too long, and turns of phrase that are refused."""
+
+import re
+from collections.abc import Iterator
+
+MOST_WORDS = 25  # of a sentence outside lists, tables and formulas
+REFUSED = {
+    "Given is": r"\bGiven (?:is|are)\b",
+    "Wanted is": r"\bWanted (?:is|are)\b",
+    "held against": r"\bh(?:e|o)ld(?:s|ing)?\s+against\b",
+    "whoever": r"\b[Ww]hoever\b",
+    "all that": r"\b[Aa]ll that\b",
+    "nobody": r"\b[Nn]obody\b",
+    "it is ... that": r"\b[Ii]t is (?!clear|true|known|possible|likely|important)[^.,;:?]{1,60}?\bthat\b",
+    "stands open": r"\bstands? open\b",
+    "asks of": r"\basks? of\b",
+}
+_ITEM = re.compile(r"\s*(?:[-*+]|\d+\.)\s|\s*\||\[[^]]+\]: ")
+_ENDS = re.compile(r"(?<=[.!?])(?:\*\*|[\"')*])*\s+(?=[A-Z`*\[(0-9])")
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of a Markdown text, without headings, lists, tables, code and what is generated."""
+    for pattern in (r"^```.*?^```", r"<!-- begin .*?<!-- end .*?-->", r"<!--.*?-->"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"</?(?:details|summary)>", "\n\n", text)
+    for block in re.split(r"\n\s*\n", re.sub(r"</?[a-z][^>]*>", "", text)):
+        lines = block.strip().splitlines()
+        items = [number for number, line in enumerate(lines) if _ITEM.match(line)]
+        prose = " ".join(lines[: items[0]] if items else lines)
+        if prose and not prose.startswith("#"):
+            yield prose
+
+
+def sentences(paragraph: str) -> list[str]:
+    """Its sentences; code, a formula and the text of a link count as words."""
+    for pattern, word in ((r"`[^`]*`", "`code`"), (r"\$[^$]*\$", "formula"), (r"\[([^]]*)\]\([^)]*\)", r"\1")):
+        paragraph = re.sub(pattern, word, paragraph)
+    return [part for part in _ENDS.split(paragraph) if part.strip()]
+
+
+def findings(text: str) -> Iterator[str]:
+    """In words, each sentence that is too long and each refused turn of phrase."""
+    for paragraph in paragraphs(text):
+        for sentence in sentences(paragraph):
+            if (words := len(sentence.split())) > MOST_WORDS:
+                yield f"{words} words: {sentence}"
+        plain = re.sub(r"`[^`]*`", "`code`", paragraph)
+        yield from (f"{name!r}: {plain}" for name, pattern in REFUSED.items() if re.search(pattern, plain))

@@ -1,0 +1,61 @@
+"""Notebooks and documents are easy to read: short sentences, and none of the refused turns of phrase."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from readability import MOST_WORDS, REFUSED, findings
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [
+    *(path for pattern in ("*.ipynb", "*/*.ipynb") for path in sorted((ROOT / "notebooks").glob(pattern))),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
+
+
+def markdown(path):
+    """The Markdown of a document, or of a notebook's cells."""
+    if path.suffix == ".md":
+        return path.read_text()
+    return "\n\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_text_is_easy_to_read(path):
+    assert not (found := list(findings(markdown(path)))), "\n".join(found)
+
+
+LONG = " ".join(["word"] * (MOST_WORDS + 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"Short. {LONG}. Short.", 1),
+        (f"{LONG[5:]}. Short.", 0),
+        (f"**Claim.** {LONG} ([a link](of/many words)).", 1),
+        (f"<details>\n<summary><b>Question.</b> Why?</summary>\n\n{LONG}.\n\n</details>", 1),
+        (f"# {LONG}\n\n| {LONG} |\n\n- {LONG}\n\n```text\n{LONG}\n```\n\n<!-- begin x -->\n{LONG}\n<!-- end x -->", 0),
+        (f"A list follows:\n- {LONG}\n- {LONG}", 0),
+        ("The sum is $a + b + c$ and `a + b` is a part.", 0),
+        ("Whoever reads all that finds nobody.", 3),
+        ("It is the rows that count. Given is `x`. The question stands open.", 3),
+        ("It is true that a row counts; it is clear that the layer asks for `nobody`.", 0),
+    ],
+)
+def test_what_is_hard_to_read_is_found(text, found):
+    assert len(list(findings(text))) == found
+
+
+def test_every_refused_phrase_has_an_example():
+    examples = {
+        "Given is": "Given is x", "Wanted is": "Wanted is y", "held against": "it is held against the oracle",
+        "whoever": "whoever asks", "all that": "all that remains", "nobody": "nobody waits",
+        "it is ... that": "it is the gate that decides", "stands open": "a question stands open",
+        "asks of": "what a kernel asks of memory",
+    }  # fmt: skip
+    assert examples.keys() == REFUSED.keys()
+    for name, text in examples.items():
+        assert [one for one in findings(text) if one.startswith(repr(name))], name
