@@ -6,8 +6,8 @@ one that has called ``setsid``, are still found among its descendants. `supervis
 that the code ends even if the watcher is killed.
 
 `verify.landlock` keeps the code from writing files, from signals to processes outside, and from their memory.
-`verify.seccomp` refuses other calls that act on processes outside. Where a system lacks Landlock, `keep_others_out`
-closes the memory of the processes that call it.
+`verify.seccomp` refuses the network, and other calls that act on processes outside. Where a system lacks Landlock,
+`keep_others_out` closes the memory of the processes that call it.
 
 `Ended.refused` names what a system has refused. Without Linux only the process group is ended, and only time is
 limited.
@@ -35,6 +35,7 @@ from moeblaze_ref.verify import landlock, seccomp
 
 POLL_SECONDS = 0.1  # between two looks at memory and processes
 END_SECONDS = 0.005  # between two looks at a process that has closed its pipe: it is about to end
+NO_NETWORK = "no network, and no other calls that act on other processes (seccomp)"
 KILL_SECONDS = 30  # that the kernel may take to end killed processes
 MOST_SENT = 16 * MIB  # bytes through the pipe
 RESIDENT_BYTES = 8 * GIB  # unless the machine has less than twice that
@@ -205,7 +206,7 @@ def _confine(pipe: int, limits: Limits, folder: str, watcher: int) -> list[str]:
             landlock.keep_files, landlock.opened(folder)
         ),
         "no signals to other processes (Landlock of Linux 6.12)": landlock.keep_signals_inside,
-        "no other calls that act on other processes (seccomp)": seccomp.refuse_calls,
+        NO_NETWORK: seccomp.refuse_calls,
         "a limit of CPU time (RLIMIT_CPU)": partial(_lower, resource.RLIMIT_CPU, cpu_seconds),
         "a limit of file sizes (RLIMIT_FSIZE)": partial(_lower, resource.RLIMIT_FSIZE, limits.file_bytes),
         "no core dumps (RLIMIT_CORE)": partial(_lower, resource.RLIMIT_CORE, 0),

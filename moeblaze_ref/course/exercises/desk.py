@@ -30,7 +30,8 @@ class Unsolved(AssertionError):
 class Desk:
     """The exercises that one reader has tried, with the failures of each."""
 
-    def __init__(self):
+    def __init__(self, limit: float = in_subprocess.LIMIT_SECONDS):
+        self.limit = limit  # seconds of a kernel
         self.failures: Counter[str] = Counter()
         self.last: Exercise | None = None
 
@@ -100,7 +101,7 @@ class Desk:
         lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
             verdict = in_subprocess.examine_text(
-                exercise.file, lines, kernel.name, exercise.task, budgets=budgets, **kernel.launch
+                exercise.file, lines, kernel.name, exercise.task, self.limit, budgets=budgets, **kernel.launch
             )
         except (ValueError, TypeError, OSError) as error:
             raise self._unsolved(str(error)) from None
