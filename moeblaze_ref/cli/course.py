@@ -1,4 +1,4 @@
-"""``moeblaze course``: grade the solved notebooks of others."""
+"""``moeblaze course``: what a reader has solved, and the grades of what others have."""
 
 import csv
 import os
@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from moeblaze_ref.cli.shared import Force, print_text, stdout, to_file, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, print_text, show, stdout, to_file, user_errors
 
-course = typer.Typer(help="Grade the exercises of the course.", no_args_is_help=True)
+course = typer.Typer(help="The exercises: what is solved, a fresh start, grades of others.", no_args_is_help=True)
 
 OPEN_NETWORK = (
     "this system does not keep submissions from the network: its kernel has no seccomp. "
@@ -17,9 +17,54 @@ OPEN_NETWORK = (
 )
 
 
-@course.callback()
-def _group():
-    """Keep ``grade`` a command of its own."""
+@course.command("list")
+def list_(as_json: AsJson = False):
+    """List the exercises, and the day on which you solved each."""
+    from rich.table import Table
+
+    from moeblaze_ref.course.exercises import progress
+    from moeblaze_ref.course.exercises.sheets import SHEETS
+
+    with user_errors():
+        days = progress.solved()
+    rows = [
+        {"sheet": sheet.course, "exercise": one.name, "kind": one.kind, "solved": days.get(one.name)}
+        for sheet in SHEETS
+        for one in sheet.exercises
+    ]
+
+    def table() -> Table:
+        shown = Table("sheet", "exercise", "kind", "solved", caption=f"{len(days)} of {len(rows)} solved")
+        for row in rows:
+            shown.add_row(*(value or "" for value in row.values()))
+        return shown
+
+    show(as_json, rows, table)
+
+
+@course.command()
+def reset(
+    exercise: Annotated[str, typer.Argument(help="Its name, as the list has it.")],
+    folder: Annotated[Path, typer.Option(help="Folder of your notebooks of exercises.")] = Path("notebooks/exercises"),
+):
+    """Give an exercise's cell its first text again, and forget that you solved it."""
+    from moeblaze_ref.core import checks
+    from moeblaze_ref.course.exercises import notebooks, progress
+    from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
+
+    with user_errors():
+        checks.check_name("exercise", exercise, EXERCISES)
+        (sheet,) = (sheet for sheet in SHEETS if exercise in {one.name for one in sheet.exercises})
+        path = folder / f"{sheet.course}.ipynb"
+        notebooks.reset(exercise, path)
+        progress.forget(exercise)
+    print_text(f"{exercise} is as it was found: {path}")
+
+
+def _as_text(message: str) -> str:
+    """The message on one line; a spreadsheet would take one that begins with an operator for a formula."""
+    line = " ".join(message.split())
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
 
 
 @course.command()
@@ -49,7 +94,7 @@ def grade(
     with open(out, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(grading.Grade._fields)
-        writer.writerows(grades)
+        writer.writerows([*one[:-1], _as_text(one.message)] for one in grades)
     table = Table("submission", *grading.VERDICTS)
     for name, counts in grading.totals(grades).items():
         table.add_row(name, *map(str, counts.values()))

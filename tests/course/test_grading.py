@@ -2,6 +2,8 @@
 
 import contextlib
 import csv
+import datetime
+import json
 import os
 import re
 import socket
@@ -15,7 +17,8 @@ import pytest
 from test_cli import moeblaze
 
 from moeblaze_ref.core.paths import ROOT
-from moeblaze_ref.course.exercises import grading, submission
+from moeblaze_ref.course.exercises import grading, progress, submission
+from moeblaze_ref.course.exercises.desk import Desk, Unsolved
 from moeblaze_ref.course.exercises.grading import Grade
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 
@@ -127,7 +130,7 @@ def hostile_cells(outside, port):
         "a file writer": OUTSIDE.format(str(outside)),
         "a socket": SOCKET.format(port),
         "a signal": SIGNAL,
-        "an endless loop that catches all": "def loop():\n    try:\n        while True: pass\n    finally: loop()\nloop()",
+        "an endless loop in finally": "def loop():\n    try:\n        while True: pass\n    finally: loop()\nloop()",
     }
 
 
@@ -213,6 +216,15 @@ def test_a_folder_that_cannot_be_graded(arguments, message, tmp_path, monkeypatc
     assert (tmp_path / "there.csv").read_text() == "mine" and not (tmp_path / "x.csv").exists()
 
 
+def test_a_message_is_no_formula_of_a_spreadsheet(tmp_path):
+    odd = "class Odd(Exception): pass\nOdd.__name__ = '=cmd()'\ndef fail(): raise Odd"
+    notebook(tmp_path / "one.ipynb", odd, PREDICTED.format("fail()", 1))
+    assert moeblaze("course", "grade", tmp_path, "--out", tmp_path / "x.csv").exit_code == 0
+    messages = [row["message"] for row in csv.DictReader((tmp_path / "x.csv").read_text().splitlines())]
+    assert any(message.startswith("'=cmd()") for message in messages)
+    assert not [message for message in messages if message.startswith("=")]
+
+
 def test_where_the_network_is_open_it_must_be_allowed(tmp_path, monkeypatch):
     notebook(tmp_path / "one.ipynb", PREDICTED.format(134_217_728, 2**30))
     monkeypatch.setattr(grading, "open_network", lambda: True)
@@ -220,3 +232,55 @@ def test_where_the_network_is_open_it_must_be_allowed(tmp_path, monkeypatch):
     assert refused.exit_code == 2 and "--allow-network" in refused.output
     assert moeblaze("course", "grade", tmp_path, "--out", tmp_path / "x.csv", "--allow-network").exit_code == 0
     assert "one.ipynb,first-wall,predict,right," in (tmp_path / "x.csv").read_text()
+
+
+# Progress ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A reader without progress, and a copy of the notebooks in the folder where the reader stands."""
+    monkeypatch.setenv("MOEBLAZE_PROGRESS", str(tmp_path / "own" / "progress.json"))
+    monkeypatch.chdir(tmp_path)
+    for path in (SHEETS / "exercises").glob("0*.ipynb"):
+        (tmp_path / "notebooks" / "exercises").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notebooks" / "exercises" / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "own" / "progress.json"
+
+
+def test_what_is_solved_is_listed_until_it_is_reset(own):
+    desk = Desk(on_solved=progress.note)
+    with pytest.raises(Unsolved):
+        desk.predict("first-wall", x=1, routed_x=1)
+    assert not progress.solved() and not own.exists()
+    desk.predict("first-wall", x=134_217_728, routed_x=2**30)
+    rows = {row["exercise"]: row for row in json.loads(moeblaze("course", "list", "--json").stdout)}
+    assert rows.keys() == EXERCISES.keys() and rows["first-wall"]["solved"] == datetime.date.today().isoformat()
+    assert [name for name, row in rows.items() if row["solved"]] == ["first-wall"]
+    assert f"1 of {len(EXERCISES)} solved" in moeblaze("course", "list").stdout
+
+    path = Path("notebooks/exercises/00_memory_wall.ipynb")
+    before = path.read_text()
+    path.write_text(before.replace("routed_x=...", "routed_x=2**30"))
+    assert path.read_text() != before
+    assert "first-wall is as it was found" in moeblaze("course", "reset", "first-wall").stdout
+    assert path.read_text() == before and not progress.solved()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reset", "first-wal"], "Did you mean 'first-wall'?"),
+        (["reset", "first-wall", "--folder", "nowhere"], "nowhere/00_memory_wall.ipynb"),
+    ],
+)
+def test_what_cannot_be_reset(own, arguments, message):
+    done = moeblaze("course", *arguments)
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
+
+
+def test_a_damaged_file_of_progress_is_named(own):
+    own.parent.mkdir()
+    own.write_text("[1]")
+    done = moeblaze("course", "list")
+    assert done.exit_code == 2 and "progress.json" in done.output

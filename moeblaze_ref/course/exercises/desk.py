@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from IPython.display import Markdown
@@ -30,8 +31,9 @@ class Unsolved(AssertionError):
 class Desk:
     """The exercises that one reader has tried, with the failures of each."""
 
-    def __init__(self, limit: float = in_subprocess.LIMIT_SECONDS):
+    def __init__(self, limit: float = in_subprocess.LIMIT_SECONDS, on_solved: Callable[[str], Any] = lambda _: None):
         self.limit = limit  # seconds of a kernel
+        self.on_solved = on_solved  # called with the name of an exercise that is solved
         self.failures: Counter[str] = Counter()
         self.last: Exercise | None = None
 
@@ -56,6 +58,7 @@ class Desk:
         for key, asked in exercise.asked.items():
             if wrong := _wrong(key, said[key], truth[key], asked.unit):
                 raise self._unsolved(wrong)
+        self.on_solved(name)
         rows = [
             {"number": f"`{key}`", "predicted": cell_text(said[key]), "computed": cell_text(truth[key]), "": asked.unit}
             for key, asked in exercise.asked.items()
@@ -82,6 +85,7 @@ class Desk:
             raise Unsolved(str(error)) from None
         if problem:
             raise self._unsolved(problem)
+        self.on_solved(name)
         return Markdown(f"**Right.** Checked by `{exercise.checked_by}`.\n\n{exercise.why}")
 
     def check(self, name: str, text: str) -> Markdown:
@@ -107,6 +111,7 @@ class Desk:
             raise self._unsolved(str(error)) from None
         if verdict.first_problem:
             raise self._unsolved(verdict.first_problem)
+        self.on_solved(exercise.name)
         return Markdown(f"**Right, within budget.** {exercise.why}\n\n```text\n{verdict.report}\n```")
 
     def hint(self, name: str | None = None) -> Markdown:
