@@ -49,9 +49,9 @@ of that code has changed, comments and docstrings aside. It does not mean that a
 
 ## Correctness on a GPU
 
-The table has the results of `moeblaze check`, without and with `--gradients`. It has the cases of a stage in a dtype, and how
-many of them were right. The last column is the largest error as a share of the bound. Index structures match bit for
-bit, so they have no error.
+The table has the results of `moeblaze check`, without and with `--gradients`. It has the cases of a stage in a dtype,
+and how many of them were right. The last column is the largest error as a share of the bound. Index structures match
+bit for bit, so they have no error.
 
 {checks}
 
