@@ -135,8 +135,8 @@ def _of_one_map(names, rows):
     times = [[np.sum(row[key]) for row in rows] for key in ("step_ms", "experts_ms", "exchange_ms")]
     steps, experts, exchanges = (1 - min(of_one) / max(of_one) for of_one in times)
     return (
-        f"{' and '.join(names)} are one map here, or differ in which GPU has which number alone: "
-        f"the same is foretold of both in every layer. Their measured steps are {steps:.1%} apart, "
-        f"their experts' tails {experts:.1%} and their exchange's {exchanges:.1%}: "
-        "at least so far is a map from itself, and gains below that say nothing."
+        f"{' and '.join(names)} are one map here, except perhaps for the numbers of the GPUs: both have the same "
+        f"predictions in every layer. Their measured steps are {steps:.1%} apart, their experts' tails {experts:.1%} "
+        f"and their exchange's {exchanges:.1%}. Two measurements of one map differ by at least as much, so smaller gains "
+        "mean nothing."
     )

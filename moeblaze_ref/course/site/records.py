@@ -39,26 +39,27 @@ KINDS = {
 }
 _PAGE = """# Results
 
-Every measured number of these pages comes from a file in `docs/results/`, written by the command that measured it. One
-file has a note that says otherwise: `tests_h100.json`. `make docs` makes this page from those files.
+Every measured number of these pages comes from a file in `docs/results/`. The command that measured it wrote the file,
+except for `tests_h100.json`, whose note says so. `make docs` writes this page from those files.
 
-Each file stores hashes of the code that it measured. *Code changed since* follows a commit if a part of that code
-has another text now, comments and docstrings aside; it does not say that a number would be another one.
+Each file stores hashes of the code that it measured. *Code changed since* follows a commit if the text
+of that code has changed, comments and docstrings aside. It does not mean that a number would change.
 
 {files}
 
 ## Correctness on a GPU
 
-`moeblaze check`, and with `--gradients`: the cases of a stage in a dtype, how many of them were right, and the largest
-error as a share of what is allowed. Index structures have no error: they match bit for bit.
+The table has the results of `moeblaze check`, without and with `--gradients`. It has the cases of a stage in a dtype,
+and how many of them were right. The last column is the largest error as a share of the bound. Index structures match
+bit for bit, so they have no error.
 
 {checks}
 
-compute-sanitizer, over every kernel:
+The tools of compute-sanitizer report this for every kernel:
 
 {tools}
 
-The GPU tests of the layers, run many times in a row, each time in a new process:
+The GPU tests of the layers ran many times in a row, each time in a new process:
 
 {tests}
 """

@@ -18,8 +18,9 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="weight-gradient",
         title="The gradient of w1",
-        question="""`d_w1` is, for each expert, the product of its rows of `x`, transposed, and its rows of `d_a` `(R,
-            h)`. How many FLOPs are that over all experts, and how many bytes has the result, in the layer's dtype?""",
+        question="""For each expert, `d_w1` is the product of its rows of `x`, transposed, and its rows of `d_a` `(R,
+            h)`. How many FLOPs do these products take over all experts, and how many bytes does the result take, in the
+            layer's dtype?""",
         given={"layer": preset("qwen3").config},
         asked={
             "flops": Asked("FLOPs", "2 * layer.R * layer.d * layer.h"),
@@ -36,7 +37,7 @@ EXERCISES: tuple[Exercise, ...] = (
         title="The textbook gradient of a gate",
         kind="numba",
         question="""`out = sum of gates[token, j] * y[row]`, so the gradient of a gate is the scalar product of
-            `d_out[token]` and its row of `y`. A thread has one slot. Compute it.""",
+            `d_out[token]` and its row of `y`. A thread has one slot. Compute the gradient of its gate.""",
         task="combine.d_gates",
         kernel=numba_kernel(combine.d_gates_kernel),
         change=(
@@ -46,9 +47,9 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         budgets=("read of y <= 4 R d", "read of d_out <= 4 R d", "written <= 4 R"),
         division=("accesses <= 2 d + 2", "barriers <= 0", "threads >= R"),
-        hint="Token and row of a slot: `slot // k` and `token_index_map[slot]`. Begin the sum at `ZERO`.",
-        why="""It needs `y`, an `(R, d)` tensor, kept until the backward. The layer gets the same number from what it
-            has anyway: the exercises of notebook 05.""",
+        hint="The token of a slot is `slot // k`, and its row is `token_index_map[slot]`. Begin the sum at `ZERO`.",
+        why="""This gradient needs `y`, an `(R, d)` tensor that must be kept until the backward. The exercises of
+            notebook 05 compute the same number from tensors that the layer has anyway.""",
     ),
     KernelExercise(
         name="expert-sums",
@@ -68,16 +69,17 @@ EXERCISES: tuple[Exercise, ...] = (
         division=("accesses <= 3 L + 3", "barriers <= 0", "threads >= E d h"),
         hint="""The token of a position is `expert_token_indices[position]`. An expert without rows has an empty range,
             and gets zeros.""",
-        why="""An expert without rows still has a gradient, all zeros: who skips its writes leaves what was there
-            before.""",
+        why="""An expert without rows still has a gradient, all zeros. A kernel that skips these writes leaves the old
+            contents of the memory.""",
     ),
     KernelExercise(
         name="sum-on-the-fly",
         title="The gradient of x without routed rows",
         kind="cuda",
         question="""A thread has one element of `d_x` `(L, d)`. Each of the token's `k` slots adds `<d_a, w1> + <d_b,
-            w2>`: the slot's row of `d_a` and `d_b` (`row` is where it begins), and the element's row of the expert's
-            `w1` and `w2` (`weight` is where it begins; both are walked along `h`). Write the inner loop.""",
+            w2>`. The left factors are the slot's row of `d_a` and `d_b`, which begins at `row`. The right factors are
+            the element's row of the expert's `w1` and `w2`, which begins at `weight`. Both are read along `h`. Write
+            the inner loop.""",
         task="expert_up.d_x",
         kernel=cuda_kernel(UP, "d_x"),
         change=(
@@ -88,22 +90,22 @@ EXERCISES: tuple[Exercise, ...] = (
         division=("accesses <= (4 h + 2) k + 1", "barriers <= 0", "threads >= L d"),
         hint="""`d_a[row + p] * w1[weight + p]` for `p` from 0 to `h - 1`, and the same of `d_b` and `w2`. `to_float`
             changes nothing in float32.""",
-        why="""The `(R, d)` gradients of the routed rows never exist: a token's slots are summed in a register, in their
-            order.""",
+        why="""The `(R, d)` gradients of the routed rows never exist: a thread sums a token's slots in a register, in
+            their order.""",
     ),
     KernelExercise(
         name="whose-gate",
         title="A gate in the wrong order",
         kind="bug",
         question="""`gate_of_row[row]` is the gate of a row in expert order. The kernel uses it to scale the gradients
-            of `a` and `b`; one index is wrong. All shapes fit, and nothing is out of bounds.""",
+            of `a` and `b`; one index is wrong. All shapes fit, and no access is out of bounds.""",
         task="expert_down.d_hidden",
         kernel=cuda_kernel(DOWN, "d_hidden"),
         change=("gate_of_row[at.row]", "gate_of_row[expert_token_indices[at.row]]"),
         budgets=("read of w3 <= 4 R d h", "written <= 16 R h"),
         division=("accesses <= 2 d + 10", "barriers <= 0", "threads >= R h"),
         hint="`expert_token_indices[row]` is a token. Is `gate_of_row` indexed by tokens?",
-        why="""Where all tokens go to one expert, row and token are the same number, and nothing differs. One routing
-            proves nothing.""",
+        why="""If all tokens go to one expert, row and token are the same number, and the bug changes nothing. A test
+            with one routing is not enough.""",
     ),
 )

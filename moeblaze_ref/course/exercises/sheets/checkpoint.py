@@ -64,13 +64,14 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_freed,
         computed_by="moeblaze_ref.memory.accounting.account",
         hint="Each of the three is `(R, h)`.",
-        why="The first step costs one multiplication for each element, the second costs two matrix products.",
+        why="""From `paper` to `minimal`, the layer computes one multiplication more for each element. From `minimal` to
+            `inputs`, it computes two matrix products more.""",
     ),
     Prediction(
         name="price-of-a-byte",
         title="FLOPs for a byte",
-        question="""Under `inputs` the backward computes `a` and `b` again. How many FLOPs are that, and how many come
-            to each byte that `inputs` frees in comparison with `minimal`?""",
+        question="""Under `inputs` the backward computes `a` and `b` again. How many FLOPs does that take, and how many
+            for each byte that `inputs` frees in comparison with `minimal`?""",
         given={"layer": preset("conf3").config},
         asked={
             "repeated": Asked("FLOPs", "4 * layer.R * layer.d * layer.h"),
@@ -79,15 +80,15 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_price,
         computed_by="moeblaze_ref.bench.roofline.cost_of",
         hint="Two products of `2 * R * d * h` FLOPs, for two tensors of `R * h` elements: what cancels?",
-        why="Rows and expert width cancel: the price of a byte grows with `d` alone.",
+        why="The number of rows and the expert width cancel, so the price of a byte grows with `d` alone.",
     ),
     Prediction(
         name="longer-steps",
         title="How many more tokens?",
-        question="""The activations of one layer's forward are to fit into `capacity` bytes. How many times as many
-            tokens does `inputs` allow as `paper`? Both need `y_swi` `(R, h)`, `y` `(R, d)`, `x` and `out` `(L, d)`, and
-            `paper` keeps `a` and `b`. Under `inputs` `y_swi` is freed once `y` is there, and `out` comes after that.
-            One percent is near enough.""",
+        question="""The activations of one layer's forward must fit into `capacity` bytes. How many times as many tokens
+            does `inputs` allow as `paper`? Both need `y_swi` `(R, h)`, `y` `(R, d)`, `x` and `out` `(L, d)`, and
+            `paper` keeps `a` and `b`. Under `inputs` the forward frees `y_swi` once `y` is there, and makes `out` after
+            that. An answer within one percent is right.""",
         given={"layer": preset("conf4").config, "capacity": 80 * 10**9},
         steps=(
             "paper = layer.k * (3 * layer.h + layer.d) + 2 * layer.d  # elements of a token",
@@ -99,17 +100,17 @@ EXERCISES: tuple[Exercise, ...] = (
         hint="""For one token, an `(R, h)` tensor has `k * h` elements, `y` has `k * d`, `x` and `out` have `d`. Add up,
             for each policy, what is alive at the worst moment: with `out` under `paper`, before `out` under
             `inputs`.""",
-        why="""Nothing is kept between the products under `inputs`, and still the ratio is far from what the kept bytes
-            promise: the forward itself needs room for `y_swi` and `y`.""",
+        why="""`inputs` keeps nothing between the products, but the ratio is far from what the kept bytes promise. The
+            forward itself needs memory for `y_swi` and `y`.""",
     ),
     KernelExercise(
         name="rebuild-y",
         title="Rebuild what was not kept",
         kind="cuda",
         question="""Policy `minimal` keeps `a` and `b`, not `y_swi = act(a) * b`. The backward has them in registers, so
-            it rebuilds `y_swi` on the way. From `d_y` (the element of `d_out w3^T`), `gate`, `a_value`, `b_value`,
-            `act_a` and `slope` write the four results: `d_a` and `d_b`, the gradients of `a` and `b`; `gated_y`, the
-            gate times `y_swi`; and `gate_terms`, the element's share of its gate's gradient, `d_y * y_swi`.""",
+            it rebuilds `y_swi` on the way. You have `d_y` (the element of `d_out w3^T`), `gate`, `a_value`, `b_value`,
+            `act_a` and `slope`. Write the four results. `d_a` and `d_b` are the gradients of `a` and `b`, and `gated_y`
+            is the gate times `y_swi`. `gate_terms` is the element's share of its gate's gradient, `d_y * y_swi`.""",
         task="expert_down.d_hidden",
         kernel=Kernel("d_hidden", D_HIDDEN, cuda_grid("expert_down/1_naive.cu", "d_hidden")),
         change=(

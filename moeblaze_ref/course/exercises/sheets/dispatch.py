@@ -62,8 +62,8 @@ EXERCISES: tuple[Exercise, ...] = (
         name="index-bytes",
         title="What replaces the routed copy",
         question="""The four index structures are `expert_token_indices` `(R,)`, `expert_token_offsets` `(E + 1,)`,
-            `token_expert_indices` `(R,)` and `token_index_map` `(R,)`, all int32. How many bytes are they together? And
-            how many has the dense map `(L, E)`, int32, that builds them and is freed again?""",
+            `token_expert_indices` `(R,)` and `token_index_map` `(R,)`, all int32. How many bytes do they take together?
+            The dense map `(L, E)`, int32, builds them and is freed again. How many bytes does it take?""",
         given={"layer": preset("qwen3").config},
         asked={
             "indices": Asked("bytes", "4 * (3 * layer.R + layer.E + 1)"),
@@ -72,14 +72,14 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_index_bytes,
         computed_by="moeblaze_ref.memory.accounting.account",
         hint="An int32 has 4 bytes. Count the elements of all four; do not forget the offset at the end.",
-        why="""Twelve bytes for each routed row, in place of `2 * d`. The map is larger than the structures as soon as
-            `E` exceeds `3 * k`.""",
+        why="""The structures take twelve bytes for each routed row, in place of `2 * d`. The map is larger than the
+            structures as soon as `E` exceeds `3 * k`.""",
     ),
     KernelExercise(
         name="dense-map",
         title="Step 1: who goes where",
         kind="numba",
-        question="""A block has a tile of tokens. All its threads have cleared the tile's rows of the map. Now each
+        question="""A block has a tile of tokens, and all its threads have cleared the tile's rows of the map. Now each
             thread that has a token enters it: `dense_map[token, e] = token` for every expert `e` that the token
             chose.""",
         task="dispatch.dense_map",
@@ -92,16 +92,16 @@ EXERCISES: tuple[Exercise, ...] = (
         division=("accesses <= E + 2 k", "barriers <= 1", "threads >= L"),
         hint="""The thread's token is `first + thread`; its experts are `topk_experts[token, 0]` to `topk_experts[token,
             k - 1]`.""",
-        why="No two threads write the same entry: nothing is contended for, so nothing needs an atomic.",
+        why="No two threads write the same entry, so no thread needs an atomic.",
     ),
     KernelExercise(
         name="tree-sum",
         title="Step 2: add up in a tree",
         kind="numba",
         question="""Each thread of a block has counted some of its expert's tokens, into `counts[thread]` in shared
-            memory. Add the counts up into `counts[0]`, in rounds: the lower half of the threads each add one number of
-            the upper half to their own, then a quarter does the same, until one is left. `THREADS` is a power of
-            two.""",
+            memory. Add the counts up into `counts[0]`, in rounds. In the first round, each thread of the lower half
+            adds one number of the upper half to its own. In the next round a quarter of the threads does the same, and
+            so on until one is left. `THREADS` is a power of two.""",
         task="dispatch.expert_lengths",
         kernel=numba_kernel(dispatch.expert_lengths_kernel, TREE_IMPORTS),
         change=(
@@ -116,17 +116,17 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         hint="""`half` begins at `THREADS // 2` and is halved in each round. In a round, the threads below `half` add
             `counts[thread + half]`; then *all* threads meet at `cuda.syncthreads()`.""",
-        why="""`log2(THREADS)` rounds, in place of `THREADS` additions by one thread. The barrier stands outside of the
-            `if`: all threads of the block must reach it.""",
+        why="""The sum takes `log2(THREADS)` rounds, in place of `THREADS` additions by one thread. The barrier is
+            outside of the `if`, because all threads of the block must reach it.""",
     ),
     KernelExercise(
         name="rank-and-write",
         title="Step 3: every row's position",
         kind="cuda",
-        question="""A block walks down the column of its expert. `rank.exclusive` is how many tokens of this tile stand
-            before the thread's own, `base` where the tile begins in expert order. Compute the row's position, and write
-            both directions of the route: `expert_token_indices[position]` is the token, and `token_index_map[token * k
-            + slot]` the position.""",
+        question="""A block walks down the column of its expert. `rank.exclusive` is the number of tokens of this tile
+            before the thread's own; `base` is where the tile begins in expert order. Compute the row's position, and
+            write both directions of the route: `expert_token_indices[position]` is the token, and
+            `token_index_map[token * k + slot]` is the position.""",
         task="dispatch.route_indices",
         kernel=cuda_kernel(FILE, "route_indices"),
         change=(
@@ -141,35 +141,36 @@ EXERCISES: tuple[Exercise, ...] = (
             "threads >= R / max(1, ceil(L / THREADS))",
         ),
         hint="""`base` begins at the expert's offset and grows by each tile's total, so the position is `base +
-            rank.exclusive`. `slot_of(topk_experts + token * k, expert)` tells which of its slots the token used for
-            this expert.""",
-        why="""Inside an expert the tokens ascend, since ranks follow the column. That is the stable order that a sort
-            would give, without the sort.""",
+            rank.exclusive`. `slot_of(topk_experts + token * k, expert)` returns the slot that the token used for this
+            expert.""",
+        why="""Inside an expert the tokens ascend, since ranks follow the column. A stable sort would give the same
+            order.""",
     ),
     KernelExercise(
         name="missing-barrier",
         title="Right by luck",
         kind="bug",
-        question="""Threads count, the last one adds up. The kernel is right if threads happen to run one after another
-            in the order of their numbers, which no GPU promises. The checker runs it in other orders, too. What is
-            missing?""",
+        question="""Each thread counts, and the last one adds up the counts. The kernel is right if threads happen to
+            run one after another in the order of their numbers, which no GPU promises. The checker runs it in other
+            orders, too. What is missing?""",
         task="dispatch.expert_lengths",
         kernel=Kernel("expert_lengths", LENGTHS, cuda_grid(FILE, "expert_lengths")),
         change=("    counts[threadIdx.x] = count;\n    __syncthreads();\n", "    counts[threadIdx.x] = count;\n"),
         budgets=("read <= 4 L E", "written <= 4 E"),
         division=("accesses <= ceil(L / THREADS) + THREADS + 1", "barriers <= 1", "threads >= E THREADS"),
         hint="The last thread reads what all others wrote. How does it know that they have?",
-        why="""A result that depends on who comes first is wrong, even on the day when it is right. Every thread must
-            reach the barrier: it stands before the `return`.""",
+        why="""A kernel whose result depends on the order of its threads is wrong, even if one run gives the right
+            result. Every thread must reach the barrier, so it stands before the `return`.""",
     ),
     KernelExercise(
         name="in-order",
         title="Read the map as it lies",
         kind="cuda",
-        question="""The project's first version counts an expert's tokens down its column: neighbouring threads read `4
+        question="""The project's first version counts an expert's tokens down its column. Neighbouring threads read `4
             * E` bytes apart, and each entry may cost a sector of 32 bytes. Count all experts in *one* block that reads
-            the map from its first entry to its last, neighbours by neighbours. `atomicAdd(&counts[e], 1)` lets threads
-            add to one number in shared memory; integers come out the same in any order.""",
+            the map from its first entry to its last, so that neighbouring threads read neighbouring entries.
+            `atomicAdd(&counts[e], 1)` lets threads add to one number in shared memory; the sum of integers is the same
+            in any order.""",
         task="dispatch.expert_lengths",
         kernel=Kernel("expert_lengths", COALESCED, grid="1"),
         change=(
@@ -185,7 +186,7 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         hint="""Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: at each turn a warp reads 32
             neighbours, 128 bytes in four sectors.""",
-        why="""The bytes are the same, the sectors are not: what counts is what a warp asks for at once. But one block
-            keeps one multiprocessor busy; the project's second version makes the map smaller instead.""",
+        why="""The kernel asks for the same bytes, but in fewer sectors, because a warp reads neighbouring words. But
+            one block keeps one multiprocessor busy; the project's second version makes the map smaller instead.""",
     ),
 )

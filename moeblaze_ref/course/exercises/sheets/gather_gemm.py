@@ -45,10 +45,10 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="up-intensity",
         title="Which limit binds the up-projection?",
-        question="""At the least, `expert_up` reads `x` `(L, d)`, both weights `(E, d, h)` and the `R` int32 of
-            `expert_token_indices` once, and writes `a`, `b` and `y_swi` `(R, h)`. How many bytes is that, and how many
-            FLOPs of its two products come to a byte? A GPU does `tflops` 1e12 FLOPs and moves `tb_per_s` 1e12 bytes in
-            a second: which of the two is the limit?""",
+        question="""`expert_up` must at least read `x` `(L, d)`, both weights `(E, d, h)` and the `R` int32 of
+            `expert_token_indices` once, and write `a`, `b` and `y_swi` `(R, h)`. How many bytes is that, and how many
+            FLOPs of its two products does it do for each byte? A GPU does `tflops` 1e12 FLOPs and moves `tb_per_s` 1e12
+            bytes in a second. Which of the two is the limit?""",
         given={"layer": preset("conf3").config, **GPU},
         steps=(
             "elements = layer.L * layer.d + 2 * layer.E * layer.d * layer.h + 3 * layer.R * layer.h",
@@ -61,19 +61,19 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_intensity,
         computed_by="moeblaze_ref.bench.roofline.cost_of",
-        hint="""The two products have `4 * R * d * h` FLOPs. The GPU needs `tflops / tb_per_s` FLOPs for each byte to be
-            busy computing; with fewer, it waits for bytes.""",
-        why="""The least bytes leave the arithmetic as the limit. A kernel that reads operands again for every result,
-            as the first version does, is far on the other side.""",
+        hint="""The two products have `4 * R * d * h` FLOPs. The GPU needs `tflops / tb_per_s` FLOPs for each byte to
+            compute without pause; with fewer, it waits for bytes.""",
+        why="""With the fewest possible bytes, arithmetic is the limit. A kernel that reads operands again for every
+            result, as the first version does, is limited by memory.""",
     ),
     KernelExercise(
         name="gather-rows",
         title="Gather, do not copy",
         kind="cuda",
         question="""A thread has one element of `a` and `b`: row `at.row` in expert order, column `at.column`. Find the
-            row of `x` through `expert_token_indices`, and sum both products over `d`. Nothing is copied: the gather is
-            the address. `weight` is where the expert's column of `w1` (and of `w2`) begins; its next element lies `h`
-            further.""",
+            row of `x` through `expert_token_indices`, and sum both products over `d`. The kernel copies nothing: it
+            gathers by computing the address. `weight` is where the expert's column of `w1` (and of `w2`) begins; its
+            next element lies `h` further.""",
         task="expert_up",
         kernel=cuda_kernel(UP, "expert_up"),
         change=(
@@ -86,15 +86,15 @@ EXERCISES: tuple[Exercise, ...] = (
         division=("accesses <= 3 d + 6", "barriers <= 0", "threads >= R h"),
         hint="""The token is `expert_token_indices[at.row]`, and its row begins at `x + token * d`. Read each `x_row[p]`
             once and use it for both sums.""",
-        why="The routed copy of notebook 00 has become one index for each thread.",
+        why="One index for each thread replaces the routed copy of notebook 00.",
     ),
     KernelExercise(
         name="share-the-row",
         title="Read x once, not h times",
         kind="cuda",
         question="""In the kernel before, each of `h` threads reads the same row of `x`: `4 * R * d * h` bytes. Here a
-            block has one slot, and its threads share the row. Bring it into `x_row`, in shared memory, together: each
-            thread some of the `d` elements, each element once.""",
+            block has one slot, and its threads share the row. Load the row into `x_row`, in shared memory. Each thread
+            loads some of the `d` elements, and each element is loaded once.""",
         task="expert_up",
         kernel=Kernel("expert_up", SHARED_ROW, grid="R", shared_bytes="4 d"),
         change=(
@@ -109,23 +109,23 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         hint="""Thread `t` copies the elements `t`, `t + THREADS`, ... Then `__syncthreads()`: no thread may read what
             another has not written yet.""",
-        why="""`h` times fewer bytes of `x`. The weights are still read for every row; the tiled version shares those,
-            too.""",
+        why="""The kernel reads `h` times fewer bytes of `x`. It still reads the weights for every row; the tiled
+            version shares those, too.""",
     ),
     KernelExercise(
         name="whose-weights",
         title="Right for the first expert only",
         kind="bug",
         question="""The down-projection is right for the rows of expert 0, and wrong for all others, as the report says.
-            Mend it.""",
+            Find the bug and correct it.""",
         task="expert_down",
         kernel=cuda_kernel(DOWN, "expert_down"),
         change=("(long long)blockIdx.y * h * d + at.column", "at.column"),
         budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
         division=("accesses <= 2 h + 3", "barriers <= 0", "threads >= R d"),
         hint="`w3` is `(E, h, d)`, and `blockIdx.y` is the expert. Where does that expert's matrix begin?",
-        why="""With one expert, or with every token at expert 0, no test would see it. Check on skewed routing and on
-            even routing.""",
+        why="""A test with one expert, or with every token at expert 0, would not find the bug. Test with skewed routing
+            and with even routing.""",
     ),
     KernelExercise(
         name="combine",
@@ -142,23 +142,24 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         budgets=("read of y <= 4 R d", "read of gates <= 4 R d", "written <= 4 L d"),
         division=("accesses <= 3 k + 1", "barriers <= 0", "threads >= L d"),
-        hint="""A loop over `j` in `range(k)`: the gate is `gates[token, j]`, and its row of `y` stands in
-            `token_index_map`.""",
-        why="Each element of `out` has one writer: no atomics, and the same bits in every run.",
+        hint="Loop over `j` in `range(k)`: the gate is `gates[token, j]`, and `token_index_map` holds its row of `y`.",
+        why="""Each element of `out` has one writer, so the kernel needs no atomics and gives the same bits in every
+            run.""",
     ),
     KernelExercise(
         name="slot-order",
         title="Two orders of the same rows",
         kind="bug",
-        question="""Rows are counted in two orders: slot by slot, as tokens chose, and in expert order, as they are
-            stored. This kernel confuses them once. Every number it computes is right, and nearly every place is
-            wrong.""",
+        question="""Rows have two orders: slot by slot, as tokens chose, and expert order, as they are stored. This
+            kernel confuses the two once. It computes every number correctly, but stores nearly all of them in the wrong
+            place.""",
         task="expert_down",
         kernel=numba_kernel(expert_down.expert_down_kernel),
         change=("y[position, column] = total", "y[slot, column] = total"),
         budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
         division=("accesses <= 2 h + 3", "barriers <= 0", "threads >= R d"),
         hint="`y` is in expert order. Which of `slot` and `position` is a row in expert order?",
-        why="Both orders have `R` rows, so nothing is out of bounds: only a comparison element by element finds it.",
+        why="""Both orders have `R` rows, so no access is out of bounds. Only a comparison element by element finds the
+            bug.""",
     ),
 )

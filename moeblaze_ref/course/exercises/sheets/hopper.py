@@ -29,9 +29,9 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="ring-stages",
         title="Stages of the ring",
-        question="""A stage of the ring holds, of a tile of the result with `rows` rows and `columns` columns, `depth`
-            columns of the one operand and `depth` rows of the other. How many bytes is a stage, how many stages would
-            fit into the shared memory of a block, and how many FLOPs come to each byte that arrives?""",
+        question="""A tile of the result has `rows` rows and `columns` columns. A stage of the ring holds `depth`
+            columns of one operand of the tile and `depth` rows of the other. How many bytes is a stage? How many stages
+            would fit into the shared memory of a block? How many FLOPs does the tile do for each byte that arrives?""",
         given={
             "rows": ROWS,
             "columns": COLUMNS,
@@ -50,12 +50,12 @@ EXERCISES: tuple[Exercise, ...] = (
         hint="""One operand is `(rows, depth)`, the other `(depth, columns)`. A step of the tile has `2 * rows * columns
             * depth` FLOPs.""",
         why="""The depth cancels in the last number: a deeper stage makes fewer steps, not fewer bytes. Only a larger
-            tile asks for fewer bytes.""",
+            tile needs fewer bytes.""",
     ),
     Prediction(
         name="which-limit",
         title="Which limit binds?",
-        question="""Every input read once, every output written once: what is the limit of the stage then, the GPU's
+        question="""Each stage reads every input once and writes every output once. Which limit binds then, the GPU's
             FLOPs or its bytes? The `combine` sums the `k` rows of each token; `d_w3` is the product that gives the
             gradient of `w3`.""",
         given={"layer": preset("mixtral").config, **GPU},
@@ -68,7 +68,7 @@ EXERCISES: tuple[Exercise, ...] = (
         computed_by="moeblaze_ref.runtime.ceilings.Ceilings.bound",
         hint="""A product does `2 * d * h` FLOPs for a row of `d + h` elements. A sum does one or two for each element
             that it reads.""",
-        why="""The products are for tensor cores to speed up; the sums in between only ever wait for memory, so they are
-            better fused, or fewer.""",
+        why="""Tensor cores speed up the products. The sums in between only ever wait for memory, so it is better to
+            fuse them, or to have fewer.""",
     ),
 )

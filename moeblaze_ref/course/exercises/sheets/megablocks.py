@@ -32,8 +32,8 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_padding,
         computed_by="moeblaze_ref.memory.rows.megablocks_rows",
         hint="`ceil(n / block)` blocks of rows for an expert with `n` rows; none for an expert without rows.",
-        why="""At most `block - 1` rows for each expert, whatever the skew. It hurts where experts have few rows each:
-            many experts, few tokens.""",
+        why="""Padding is at most `block - 1` rows for each expert, whatever the skew. It hurts where experts have few
+            rows each: many experts, few tokens.""",
     ),
     Prediction(
         name="wasted-work",
@@ -44,8 +44,8 @@ EXERCISES: tuple[Exercise, ...] = (
         asked={"flops": Asked("FLOPs", "padding * 18 * layer.d * layer.h")},
         truth=_wasted,
         computed_by="moeblaze_ref.memory.waste.step_flops_per_row",
-        hint="Nine products in a step, `2 * d * h` FLOPs of a row in each.",
-        why="""Zeros are multiplied as slowly as other numbers. MoEBlaze stores no padding, but its last tiles compute
+        hint="A step has nine products, each with `2 * d * h` FLOPs for a row.",
+        why="""A product with zeros takes as long as any other. MoEBlaze stores no padding, but its last tiles compute
             on empty rows as well.""",
     ),
 )

@@ -145,8 +145,9 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="announced-tokens",
         title="MoEBlaze, figure 2: how many tokens?",
-        question="""The example is announced with six tokens, each with two experts. Its `expert_token_indices` is
-            printed as below. How many tokens does that array belong to? How many entries would six tokens need?""",
+        question="""The paper announces an example of six tokens, each with two experts. It prints
+            `expert_token_indices` as below. How many tokens does that array belong to? How many entries would six
+            tokens need?""",
         given={"expert_token_indices": PRINTED_INDICES, "k": 2, "announced": PRINTED_EXAMPLE["L"].values},
         asked={
             "tokens": Asked("tokens", "len(expert_token_indices) // k"),
@@ -155,27 +156,27 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_announced,
         computed_by="moeblaze_ref.verify.cases.GOLDEN_DISPATCH",
         hint="The array has an entry for each of the `R = L * k` routed rows.",
-        why="""The figure lists five tokens, and the two arrays that it prints in expert order are those of five. So the
+        why="""The figure lists five tokens, and the two arrays that it prints in expert order belong to five. So the
             announced `L = 6` is the misprint.""",
     ),
     Construction(
         name="missing-pair",
         title="MoEBlaze, figure 2: the missing pair",
-        question="""`tokens` are the experts of the five tokens, as the figure lists them. Its `token_expert_indices` is
-            printed with eight entries. Write the array that the five tokens give.""",
+        question="""`tokens` are the experts of the five tokens, as the figure lists them. The figure prints their
+            `token_expert_indices` with eight entries. Write the array that the five tokens give.""",
         given={"tokens": TOKENS, "printed": PRINTED_CHOICES},
         asked={"token_expert_indices": Asked("ten expert ids", "sum(tokens, [])")},
         check=_missing_pair,
         checked_by="moeblaze_ref.backends.numpy_ref.dispatch.build",
         hint="The array has the experts of token 0, then those of token 1, and so on. Compare it pair by pair.",
-        why="""The pair `0, 3` of token 2 is missing. Token 4 has the same pair, so the loss is easy to overlook; a
+        why="""The pair `0, 3` of token 2 is missing. Token 4 has the same pair, so the loss is easy to overlook. A
             program that reads the printed array gives token 2 the experts of token 3.""",
     ),
     Prediction(
         name="uncounted-token",
         title="MoEBlaze, section 4.2: non-zero entries",
         question="""Step 1 writes `i` into entry `(i, e)` of a map if token `i` goes to expert `e`. Step 2 counts the
-            *non-zero* entries of each column. Take both literally, on a map that begins with zeros. What lengths do
+            *non-zero* entries of each column. Apply both literally to a map that begins with zeros. What lengths do
             experts 2 and 3 get, and how many rows do all four experts get together?""",
         given={"tokens": TOKENS},
         asked={
@@ -186,29 +187,31 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_uncounted,
         computed_by="moeblaze_ref.papers.moeblaze.literal_lengths",
         hint="Which token writes the number zero? In which two columns?",
-        why="""Token 0 writes zeros, so nobody counts it: two of the ten rows are lost, and the groups of experts 2 and
-            3 are one row too short. The map needs a mark for *empty* that is no token id; here it is -1.""",
+        why="""Token 0 writes zeros, so step 2 does not count it. Two of the ten rows are lost, and the groups of
+            experts 2 and 3 are one row too short. The map needs a mark for *empty* that is no token id; here it is
+            -1.""",
     ),
     Construction(
         name="lost-expert",
         title="MoEBlaze, section 4.2: an expert that vanishes",
-        question="""The same literal count. Find a routing, `topk_experts` with `k = 2` different experts out of `E = 4`
-            for each of at least two tokens, in which some expert has a token and yet the literal length is zero.""",
+        question="""The count is the literal one of the previous exercise. Find a routing, `topk_experts`, in which some
+            expert has a token and yet the literal length is zero. It has at least two tokens, each with `k = 2`
+            different experts out of `E = 4`.""",
         given={"E": GOLDEN_NUM_EXPERTS, "k": 2},
         asked={"topk_experts": Asked("a row of k experts for each token", "[[0, 1], [1, 2]]")},
         check=_lost_expert,
         checked_by="moeblaze_ref.backends.numpy_ref.dispatch.expert_lengths",
         hint="Which token is not counted? Give it an expert that no other token has.",
-        why="""An expert that only token 0 chose gets no rows: the forward leaves its output out, and its weights get no
-            gradient. A test that never looks at token 0 passes.""",
+        why="""An expert that only token 0 chose gets no rows. The forward leaves its output out, and its weights get no
+            gradient. A test that never checks token 0 passes.""",
     ),
     Prediction(
         name="d-for-h",
         title="MoEBlaze, section 2.2: which width?",
-        question="""The example of DeepSeek's scale has `L` = 2 million, `k = 4` and `d = 6144` for the routed buffer, 2
-            L k d bytes, printed as about 94 GB. For the intermediate, 2 L h bytes, the paper prints a hidden dimension
-            *d = 24576*, and about 98 GB. How large would the routed buffer be if 24,576 were `d`? How large is the
-            intermediate if 24,576 is `h`? Which symbol is meant?""",
+        question="""The example of DeepSeek's scale has `L` = 2 million, `k = 4` and `d = 6144` for the routed buffer.
+            The paper prints its size, `2 * L * k * d` bytes, as about 94 GB. For the intermediate, `2 * L * h` bytes,
+            the paper prints a hidden dimension *d = 24576*, and about 98 GB. How large would the routed buffer be if
+            24,576 were `d`? How large is the intermediate if 24,576 is `h`? Which symbol is meant?""",
         given={"layer": preset("paper-deepseek").config},
         asked={
             "buffer_if_d": Asked("bytes", "layer.R * 24_576 * layer.itemsize"),
@@ -218,9 +221,9 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_d_for_h,
         computed_by="moeblaze_ref.memory.accounting.account",
         hint="Put 24,576 into both formulas. Only one of the results is near a printed number.",
-        why="""Only `h` gives the printed 98 GB. Both formulas then give 98.3 GB, since `k * d = h` here: the 94 GB of
-            the buffer does not follow from its own formula. The example also counts one row for each token; the experts
-            compute `k` rows.""",
+        why="""Only `h` gives the printed 98 GB. Both formulas then give 98.3 GB, since `k * d = h` here. So the 94 GB
+            of the buffer do not follow from its own formula. The example also counts one row for each token, but the
+            experts compute `k` rows.""",
     ),
     Prediction(
         name="three-statements",
@@ -239,16 +242,16 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_three_statements,
         computed_by="moeblaze_ref.memory.accounting.account",
         hint="The result between the two MLPs is `Y_swi`. What does section 5.2 leave of the three?",
-        why="""Algorithm 1 contradicts the text. It is the only one of the three from which the backward of SwiGLU can
-            be computed without computing `A` and `B` again. So the policy `paper` is Algorithm 1. The paper has neither
-            `minimal`, which keeps `A` and `B` as SonicMoE does, nor `inputs`, which keeps none of the three.""",
+        why="""Algorithm 1 contradicts the text. It alone stores enough to compute the backward of SwiGLU without
+            computing `A` and `B` again. So the policy `paper` is Algorithm 1. The paper has neither `minimal`, which
+            keeps `A` and `B` as SonicMoE does, nor `inputs`, which keeps none of the three.""",
     ),
     Prediction(
         name="expanded-gradient",
         title="MoEBlaze, section 3.2: expanded or not?",
         question="""Section 3.2 says in one place that the gradient of the output, `(L, d)`, is mapped to `(L * k, d)`
-            rows in memory, and in another that this expansion is avoided. How many bytes has the gradient in each
-            reading, on conf4?""",
+            rows in memory. In another it says that this expansion is avoided. How many bytes does the gradient have in
+            each reading, on conf4?""",
         given={"layer": preset("conf4").config},
         asked={
             "gathered": Asked("bytes", "layer.L * layer.d * layer.itemsize"),
@@ -257,37 +260,37 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_expanded_gradient,
         computed_by="moeblaze_ref.memory.accounting.account",
         hint="One reading has a row for each token, the other a row for each of a token's `k` experts.",
-        why="""The expansion is the first memory wall again, `k` times the gradient, now in the backward. Here the
-            kernels gather rows of `d_out` by index, so the second reading is the one that runs.""",
+        why="""The expansion is the first memory wall again, `k` times the gradient, now in the backward. Our kernels
+            gather rows of `d_out` by index, so they follow the second reading.""",
     ),
     Construction(
         name="printed-maximum",
         title="MoETuner, equation 8: sums inside the maximum",
-        question="""The second program places clusters on GPUs. It means to minimise the time of the *slowest* pair of
-            GPUs. As printed, the sums over clusters and GPUs stand inside the maximum, so that no index is left to take
-            it over: the value is the *sum* over all pairs.
+        question="""The second program places clusters on GPUs. It is meant to minimise the time of the *slowest* pair
+            of GPUs. As printed, the sums over clusters and GPUs stand inside the maximum, and no index is left to take
+            it over. So the value is the *sum* over all pairs.
 
-            `flow[c1][c2]` tokens go from cluster `c1` in one layer to cluster `c2` in the next; cluster `c1` is on GPU
+            `flow[c1][c2]` tokens go from cluster `c1` in one layer to cluster `c2` in the next. Cluster `c1` is on GPU
             `c1`, and a token that changes the GPU costs 1. `in_order` puts cluster `c2` on GPU `c2`: 8 tokens move, 3
-            of them between the slowest pair. Find `gpus`, the GPU of each `c2`, that the printed form finds better than
+            of them between the slowest pair. Find `gpus`, the GPU of each `c2`, so that the printed form prefers it to
             `in_order`, although its slowest pair is slower.""",
         given={"flow": FLOW, "in_order": [0, 1, 2]},
         asked={"gpus": Asked("the GPU of each cluster c2", "[1, 0, 2]")},
         check=_printed_maximum,
         checked_by="moeblaze_ref.placement.links.slowest",
-        hint="The sum is smallest where most tokens stay. Let clusters 0 and 1 change places.",
-        why="""The printed form moves 7 tokens instead of 8, but 5 of them over one link, where in order it is 3 at
-            most. All pairs send at the same time, so the step waits for the slowest. `assign_gpus` minimises the
+        hint="The sum is smallest where most tokens stay. Exchange the GPUs of clusters 0 and 1.",
+        why="""The printed form moves 7 tokens instead of 8, but 5 of them over one link; in order, one link carries at
+            most 3. All pairs send at the same time, so the step waits for the slowest. `assign_gpus` minimises the
             maximum over pairs of GPUs, summed over layers.""",
     ),
     Construction(
         name="exactly-one",
         title="MoETuner, the first program: no 'exactly one'",
         question="""The first program puts the experts of a layer into clusters: `x[c][e]` is 1 if expert `e` is in
-            cluster `c`. It minimises the sum over clusters of `|T_c - mean T|`, `T_c` being the load of cluster `c`,
-            and asks for at least one expert in each cluster. Nothing printed says that an expert is in exactly one.
-            Find an `x` that it allows, that puts some expert nowhere or in both clusters, and that has a smaller
-            objective than any real assignment.""",
+            cluster `c`. It minimises the sum over clusters of `|T_c - mean T|`, where `T_c` is the load of cluster `c`,
+            and requires at least one expert in each cluster. The printed form does not say that an expert is in exactly
+            one. Find an `x` that it allows, with a smaller objective than any real assignment. It puts some expert
+            nowhere or in both clusters.""",
         given={"load": LOAD, "clusters": 2},
         asked={"x": Asked("0 or 1 for each cluster and expert", "[[0, 1, 0], [0, 1, 0]]")},
         check=_exactly_one,

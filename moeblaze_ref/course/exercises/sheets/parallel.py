@@ -31,8 +31,8 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="rows-sent",
         title="Rows that are sent",
-        question="""Eight tokens with two experts each: `topk_experts[i]` names those of token `i`, and
-            `rank_of_expert[e]` the rank of expert `e`. A row goes once to each rank that has one of its experts, its
+        question="""Eight tokens have two experts each: `topk_experts[i]` names those of token `i`, and
+            `rank_of_expert[e]` is the rank of expert `e`. A row goes once to each rank that has one of its experts, its
             own rank too. How many rows are sent in all, and how many of them to rank 1?""",
         given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT},
         asked={
@@ -42,15 +42,15 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_rows,
         computed_by="moeblaze_ref.parallel.trip.first_slots",
         hint="Write the ranks of both experts beside each token. Where they are equal, one row serves both.",
-        why="""Sixteen choices need fewer rows than that: a rank that has both experts of a token gets its row once, and
+        why="""Sixteen choices need fewer rows than that. A rank that has both experts of a token gets its row once, and
             sends one sum back.""",
     ),
     Prediction(
         name="bytes-of-a-trip",
         title="Bytes, there and back",
-        question="""The same tokens, rows of `d` numbers of `itemsize` bytes. With a row its `k` expert ids and `k`
-            gates travel, four bytes each; back comes one row of `d` numbers, the weighted sum. How many bytes go there,
-            and how many come back, those within a rank included?""",
+        question="""The same tokens have rows of `d` numbers of `itemsize` bytes. Each row travels with its `k` expert
+            ids and its `k` gates, four bytes each. One row of `d` numbers comes back, the weighted sum. How many bytes
+            go there, and how many come back, those within a rank included?""",
         given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT, "d": 512, "itemsize": 2},
         steps=(f"rows = {ROWS}", "k = len(topk_experts[0])"),
         asked={
@@ -59,8 +59,8 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_bytes,
         computed_by="moeblaze_ref.parallel.trip.first_slots",
-        hint="The number of rows is that of the exercise before. Ids and gates are 8 k bytes beside each.",
-        why="""Ids and gates are what lets the other rank build its own index structures, and they weigh next to nothing
-            beside the rows. Buffers padded to the busiest pair of ranks would send as many rows for every pair.""",
+        hint="The number of rows is that of the previous exercise. Ids and gates are `8 * k` bytes beside each.",
+        why="""The other rank builds its own index structures from the ids and gates, which are few bytes beside the
+            rows. Buffers padded to the busiest pair of ranks would send as many rows for every pair.""",
     ),
 )

@@ -24,9 +24,10 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="crossings",
         title="Load and traffic of a map",
-        question="""Two layers, four experts each, one expert a token: `tokens[i]` names the experts of token `i` in the
-            first and in the second layer, and `gpu_of_expert[layer][e]` the GPU of expert `e`. How many tokens has the
-            fuller GPU in the first layer, and how many tokens change the GPU between the layers?""",
+        question="""There are two layers with four experts each, and one expert a token. `tokens[i]` names the experts
+            of token `i` in the first and in the second layer. `gpu_of_expert[layer][e]` is the GPU of expert `e`. How
+            many tokens does the fuller GPU have in the first layer? How many tokens change the GPU between the
+            layers?""",
         given={"tokens": TOKENS, "gpu_of_expert": [[0, 1, 0, 1], [0, 1, 0, 1]]},
         asked={
             "fullest": Asked("tokens", "max(sum(gpu_of_expert[0][t[0]] == g for t in tokens) for g in (0, 1))"),
@@ -41,8 +42,8 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="better-map",
         title="A better map",
-        question="""The same tokens under another map: in both layers experts 0 and 1 are on GPU 0, and experts 2 and 3
-            on GPU 1. How many tokens has the fuller GPU in the first layer, and how many change the GPU between the
+        question="""The same tokens have another map: in both layers experts 0 and 1 are on GPU 0, and experts 2 and 3
+            on GPU 1. How many tokens does the fuller GPU have in the first layer? How many change the GPU between the
             layers?""",
         given={"tokens": TOKENS, "gpu_of_expert": [[0, 0, 1, 1], [0, 0, 1, 1]]},
         asked={
@@ -52,7 +53,7 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_crossings,
         computed_by="moeblaze_ref.placement.simulate",
         hint="Experts 0 and 1 are on GPU 0 now. Does any token leave the pair it began with?",
-        why="""The crossings are gone, and the fuller GPU has more to do. Which is cheaper depends on the links and on
-            the experts: that is what the integer programs of the notebook weigh.""",
+        why="""The crossings are gone, and the fuller GPU has more to do. The links and the experts decide which map is
+            cheaper. The integer programs of the notebook weigh load against crossings.""",
     ),
 )

@@ -19,8 +19,8 @@ EXERCISES: tuple[Exercise, ...] = (
         name="capacity",
         title="A fixed capacity under skew",
         question="""The router sends `counts[e]` rows to expert `e`. A system with a fixed capacity reserves `C =
-            ceil(factor * R / E)` rows for each expert. How large is `C`, how many rows are dropped because their expert
-            is full, and how many reserved rows stay empty?""",
+            ceil(factor * R / E)` rows for each expert. How large is `C`, how many rows does the system drop because
+            their expert is full, and how many reserved rows stay empty?""",
         given={"counts": [70, 30, 8, 0, 12, 40], "factor": 1.25},
         steps=("C = math.ceil(factor * sum(counts) / len(counts))",),
         asked={
@@ -31,7 +31,8 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_capacity,
         computed_by="moeblaze_ref.memory.accounting.dropped_and_padded",
         hint="`R` is `sum(counts)`. An expert with `n` rows drops `max(n - C, 0)` and leaves `max(C - n, 0)` empty.",
-        why="Some rows are lost while others are reserved for nothing: one number cannot fit all experts.",
+        why="""The system drops rows of full experts, while reserved rows of other experts stay empty. One capacity
+            cannot fit all experts.""",
     ),
     KernelExercise(
         name="next-best",
@@ -39,8 +40,8 @@ EXERCISES: tuple[Exercise, ...] = (
         kind="cuda",
         question="""A thread chooses the `k` best experts of its token, best first. It copies and sorts nothing:
             `next_best` walks along the row and finds the best of those experts that come *after* the last choice. Write
-            the body of its loop. Logits are compared as integers in the same order (`to_ordered`); of equal logits the
-            lower id comes first.""",
+            the body of its loop. The kernel compares logits as integers in the same order (`to_ordered`); of equal
+            logits the lower id comes first.""",
         task="gating",
         kernel=GATING,
         change=(
@@ -52,22 +53,24 @@ EXERCISES: tuple[Exercise, ...] = (
         division=("accesses <= (k + 3) E + 4 k", "barriers <= 0", "threads >= L"),
         hint="""Expert `e` comes after `last` if its logit is smaller, or equal and its id higher. Among those, keep the
             largest: `best = {e, ordered}`.""",
-        why="""The row is read once for each choice and twice for the softmax. Nothing is stored in between, so `k` and
-            `E` may be any size.""",
+        why="""The kernel reads the row once for each choice and twice for the softmax. It stores nothing in between, so
+            `k` and `E` may be any size.""",
     ),
     KernelExercise(
         name="gates-of-all",
         title="Gates that always sum to one",
         kind="bug",
         question="""A gate is the softmax probability of its expert *among all experts*, so a token's `k` gates sum to
-            less than one, unless `k = E`. In this kernel they always sum to one. Find the line and mend it. (With
-            `RENORMALIZE = 1` gates are divided by their sum; a kernel that names it is checked with both.)""",
+            less than one, unless `k = E`. In this kernel they always sum to one. Find the line and correct it. (With
+            `RENORMALIZE = 1` the kernel divides gates by their sum; the checker tests a kernel that names it with both
+            values.)""",
         task="gating",
         kernel=GATING,
         change=("RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "1.0f / sum_of_chosen"),
         budgets=("read of logits <= 4 L E (k + 2)", "written <= 4 L E + 12 R"),
         division=("accesses <= (k + 3) E + 4 k", "barriers <= 0", "threads >= L"),
-        hint="The report names `gates`, not `probs`: what scales the one, and what the other?",
-        why="Renormalised gates are a choice of the model, not an error: Mixtral's are. But a kernel must not choose.",
+        hint="The report names `gates`, not `probs`. Which factor scales the gates, and which the probabilities?",
+        why="""Renormalised gates are a choice of the model, not an error; Mixtral has them. But a kernel must not make
+            that choice.""",
     ),
 )

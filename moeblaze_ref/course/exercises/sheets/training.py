@@ -35,33 +35,34 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_losses,
         computed_by="moeblaze_ref.backends.numpy_ref.gating.load_balancing_loss",
         hint="Evenly: each `f_e` and each `P_e` is `1 / E`, and there are `E` terms.",
-        why="""So the factor `E` makes 1 the value of balance whatever the number of experts, and collapse costs `E`.
-            But 1 is not the least: where choices and probabilities favour different experts, the loss falls below it,
-            as in notebook 1.""",
+        why="""The factor `E` makes 1 the value of balance whatever the number of experts, and collapse costs `E`. But 1
+            is not the least. Where choices and probabilities favour different experts, the loss falls below it, as in
+            notebook 1.""",
     ),
     KernelExercise(
         name="loss-is-a-mean",
         title="A z-loss that is too strong",
         kind="bug",
         question="""The router z-loss is the *mean* over the tokens of `logsumexp(logits)` squared, so a token's part of
-            its gradient is `2 / L * z * p`. In this kernel it grows with the number of tokens. For one token it is
-            right.""",
+            its gradient is `2 / L * z * p`. In this kernel the gradient grows with the number of tokens. It is right
+            only for one token.""",
         task="gating.backward",
         kernel=D_LOGITS,
         change=("2.0f * per_token * d_router_z_loss[0]", "2.0f * d_router_z_loss[0]"),
         budgets=("written <= 4 L E + 4 R",),
         division=("accesses <= 7 E + 12 k + 2", "barriers <= 0", "threads >= L"),
         hint="`per_token` is `1 / L`. Which of the two losses uses it?",
-        why="Too strong a z-loss does not fail: it trains a slightly worse router. Only a gradient check sees it.",
+        why="""A z-loss that is too strong causes no error: it trains a slightly worse router. Only a gradient check
+            finds it.""",
     ),
     KernelExercise(
         name="softmax-mean",
         title="The way through the softmax",
         kind="cuda",
-        question="""Through a softmax, `d_logit = p * (d_p - mean)`, where `mean` is the sum of `p * d_p`. Of the gates,
-            `d_p` is `d_gates[token * k + j]` for the chosen experts and 0 for all others, so the mean runs over the
-            chosen alone. Compute `mean`; `share_of(of_gates, row[chosen[j]])` is `p` of the `j`-th choice. Subtract
-            `shift` from each `d_p`: it is 0 here, and keeps digits when gates are renormalised.""",
+        question="""Through a softmax, `d_logit = p * (d_p - mean)`, where `mean` is the sum of `p * d_p`. For the
+            gates, `d_p` is `d_gates[token * k + j]` for the chosen experts and 0 for all others. So the mean runs over
+            the chosen experts alone. Compute `mean`; `share_of(of_gates, row[chosen[j]])` is `p` of the `j`-th choice.
+            Subtract `shift` from each `d_p`. It is 0 here, and keeps digits when gates are renormalised.""",
         task="gating.backward",
         kernel=D_LOGITS,
         change=(
@@ -71,8 +72,8 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         budgets=("written <= 4 L E + 4 R", "read of d_gates <= 8 R"),
         division=("accesses <= 7 E + 12 k + 2", "barriers <= 0", "threads >= L"),
-        hint="A loop over `j`: `(d_gates[token * k + j] - shift)` times the share of that choice's logit.",
-        why="""Experts that were not chosen get a gradient after all, through the denominator: the mean is subtracted
-            from every expert's `d_p`.""",
+        hint="Loop over `j` and add `(d_gates[token * k + j] - shift)` times the share of that choice's logit.",
+        why="""Experts that were not chosen get a gradient, too, through the denominator: the mean is subtracted from
+            every expert's `d_p`.""",
     ),
 )
