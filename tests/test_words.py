@@ -14,8 +14,11 @@ ROOT = Path(__file__).parents[1]
 SEARCHED = (
     "CONTRIBUTING.md", "README.md", "Makefile", "docs", "kernels_cuda", "moeblaze_ref", "notebooks", "scripts", "tests",
 )  # fmt: skip
-# Not searched: a text to train on, and this test with its list.
-OTHERS = ("moeblaze_ref/lm/python_help.txt", "tests/test_words.py", "tests/words_allowed.txt")
+# Not searched: a text to train on, and the tests of words with their lists.
+OTHERS = (
+    "moeblaze_ref/lm/python_help.txt", "tests/readability.py", "tests/test_readability.py", "tests/test_words.py",
+    "tests/words_allowed.txt",
+)  # fmt: skip
 TEXTS = {".py", ".md", ".txt", ".ipynb", ".json", ".cu", ".cuh", ".cpp", ".hpp", ".h", ".toml", ".css", ".sh", ""}
 HOPPER = (
     "kernels_cuda/include/hopper/", "kernels_cuda/include/tile_lists.cuh", "kernels_cuda/block_sparse/7_persistent.cu",

@@ -137,6 +137,6 @@ def _of_one_map(names, rows):
     return (
         f"{' and '.join(names)} are one map here, except perhaps for the numbers of the GPUs: both have the same "
         f"predictions in every layer. Their measured steps are {steps:.1%} apart, their experts' tails {experts:.1%} "
-        f"and their exchange's {exchanges:.1%}. Two measurements of one map differ by at least as much, so smaller gains "
-        "mean nothing."
+        f"and their exchange's {exchanges:.1%}. Two measurements of one map differ by at least as much, so "
+        "smaller gains mean nothing."
     )

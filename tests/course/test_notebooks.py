@@ -25,6 +25,7 @@ from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from once import made_once
 from PIL import Image
 from torch.utils.checkpoint import checkpoint
 
@@ -110,9 +111,11 @@ def cells(path, kind):
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
-def executed(request):
-    """A notebook's path and its run. The tests of one run stand together, so that one process has them all."""
-    return request.param, execute(notebook(request.param), FOLDER)
+def executed(request, tmp_path_factory):
+    """A notebook's path and its run, which one process makes for all."""
+    path = request.param
+    ran = made_once(tmp_path_factory, path.name, lambda: nbformat.writes(execute(notebook(path), FOLDER)))
+    return path, nbformat.reads(ran, as_version=4)
 
 
 def slider_outputs(ran):

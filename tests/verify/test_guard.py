@@ -15,7 +15,7 @@ from test_checker import COMBINE, WIDE_COMBINE, changed
 
 from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify import guard, in_subprocess
-from moeblaze_ref.verify.checker import claims, prepare
+from moeblaze_ref.verify.checker import QUANTITIES, claims, prepare
 from moeblaze_ref.verify.checker.sources import check_source
 
 RIGHT = "    out[index] = sum;\n"
@@ -253,7 +253,7 @@ def unchecked(monkeypatch):
 
 def forged(cases=99):
     """Lines that a process would send of a right kernel."""
-    counts = {"read": {}, "written": {}, "sectors": {}, "conflicts": {}}
+    counts = {quantity: {} for quantity in QUANTITIES}
     answer = {"fault": "", "counts": counts, "symbols": {}, "parameters": ["out"]}
     said = [["Description", {"runner": "simt", "launch": "grid 1"}], *[["Answer", answer]] * cases]
     return "".join(json.dumps(line) + "\n" for line in said)

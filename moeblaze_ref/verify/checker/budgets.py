@@ -72,9 +72,10 @@ class Budget:
         if over <= 0:
             return ""
         what = f"{self.quantity} of {self.tensor}" if self.tensor else self.quantity
-        fault = "too serial" if self.quantity in DIVISION else "over budget"
-        why = f"; {_TOO_SERIAL[self.quantity]}" if self.quantity in DIVISION else ""
-        return (
-            f"{fault}: {what} is {used:,}, but {what} {self.sign} {self.formula} {'asks for' if missing else 'allows'} "
-            f"{float(allowed):,.10g}: {float(over):,.10g} too {'few' if missing else 'many'}{why}"
+        excess = (
+            f"{what} is {used:,}, but {what} {self.sign} {self.formula} {'asks for' if missing else 'allows'} "
+            f"{float(allowed):,.10g}: {float(over):,.10g} too {'few' if missing else 'many'}"
         )
+        if self.quantity in DIVISION:
+            return f"too serial: {excess}; {_TOO_SERIAL[self.quantity]}"
+        return f"over budget: {excess}"
