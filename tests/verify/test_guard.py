@@ -298,6 +298,14 @@ def test_what_is_right_is_nowhere_in_the_process_of_the_code(unchecked, capfd):
     assert "SEARCHED" in printed and "REACHED" not in printed
 
 
+@pytest.mark.parametrize("planted", ["right.copy()", "{1: [right.copy()]}"], ids=["in a module", "in a list in a dict"])
+def test_that_search_finds_what_is_right_where_a_module_holds_it(unchecked, capfd, planted):
+    search = SEARCH.replace("        seen = set()\n", f"        numpy.planted = {planted}\n        seen = set()\n")
+    assert search != SEARCH and "but must be" in check(NUMBA + search + WRITES_ZERO).first_problem
+    printed = capfd.readouterr().err
+    assert "REACHED" in printed and "SEARCHED" in printed
+
+
 ACCESSES = "y._ary[0, 0]", "y._item._ary[0, 0]", "y.copy_to_host()[0, 0]", "y.view('float32')[0, 0]"
 
 
