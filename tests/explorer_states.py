@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from IPython import get_ipython
 from ipywidgets import FloatSlider, IntSlider
 
 from moeblaze_ref.course import notebook
@@ -40,5 +41,5 @@ def explorer_state(number):
         shown = picture(**{name: control.value for name, control in widgets.items()})
     except ValueError as error:
         return state | {"picture": None, "message": str(error)}
-    made, _ = get_ipython().display_formatter.format(shown)  # noqa: F821
+    made, _ = get_ipython().display_formatter.format(shown)
     return state | {"picture": made["image/png"].strip(), "message": None}

@@ -57,22 +57,10 @@ SERIAL = {
         ),
     ),
     "rank-and-write": (
-        (
-            """\
-    for (long long first = 0; first < L; first += THREADS) {
-        const long long token = first + threadIdx.x;
-        const bool routed = token < L && dense_map[token * E + expert] != EMPTY;
-        const BlockScan rank = block_exclusive_sum<THREADS>(routed);
-        if (routed) {
-            const int position = base + rank.exclusive;
-""",
-            """\
-    if (threadIdx.x) return;
-    for (int token = 0; token < L; ++token) {
-        if (dense_map[token * E + expert] != EMPTY) {
-            const int position = base++;
-""",
-        ),
+        ("    for (long long first = 0; first < L; first += THREADS) {\n", "    if (threadIdx.x) return;\n"),
+        ("        const long long token = first + threadIdx.x;\n", "    for (int token = 0; token < L; ++token) {\n"),
+        ("        const BlockScan rank = block_exclusive_sum<THREADS>(routed);\n", ""),
+        ("base + rank.exclusive", "base++"),
         ("        base += rank.total;\n", ""),
     ),
     "missing-barrier": (

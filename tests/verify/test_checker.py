@@ -21,6 +21,7 @@ from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify.cases import make_case, standard_cases, telling_cases, wide_cases
 from moeblaze_ref.verify.check import SIMULATOR_WEIGHTS
 from moeblaze_ref.verify.checker import CONTRACTS, QUANTITIES, Wrong, check_kernel, examine
+from moeblaze_ref.verify.checker.budgets import DIVISION
 from moeblaze_ref.verify.checker.contracts import AXES, set_problem
 from moeblaze_ref.verify.checker.kernels import declaration
 from moeblaze_ref.verify.checker.report import place_of
@@ -521,6 +522,14 @@ def test_names_that_lead_nowhere(tmp_path, written):
 def test_what_is_no_numba_kernel(function):
     with pytest.raises(TypeError, match="must be a kernel: a function under @cuda.jit"):
         examine(f"moeblaze_ref.backends.numba_cuda.combine:{function}", "combine")
+
+
+def test_the_division_of_work_is_counted_in_numba():
+    """A block of eight threads meets once after the counts, and in each of three rounds; all of them write."""
+    kernel = "moeblaze_ref.backends.numba_cuda.dispatch:expert_lengths_kernel"
+    (result,) = check_kernel(kernel, "dispatch.expert_lengths", cases=[CASE]).results
+    accesses = 2 + 1 + 3 * 3 + 2  # of thread 0: two tokens, its count, three rounds, the result
+    assert [result.totals[name] for name in DIVISION] == [accesses, 4, 8 * CASE.E]
 
 
 def test_a_device_function_is_no_kernel():

@@ -67,14 +67,14 @@ class Budget:
         allowed = kernel_headers.number(self.formula, symbols)
         counted = counts[self.quantity]
         used = sum(counted.values()) if self.tensor is None else counted.get(self.tensor, 0)
-        missing = self.sign == ">="
-        over = allowed - used if missing else used - allowed
+        at_least = self.sign == ">="
+        over = allowed - used if at_least else used - allowed
         if over <= 0:
             return ""
         what = f"{self.quantity} of {self.tensor}" if self.tensor else self.quantity
         excess = (
-            f"{what} is {used:,}, but {what} {self.sign} {self.formula} {'asks for' if missing else 'allows'} "
-            f"{float(allowed):,.10g}: {float(over):,.10g} too {'few' if missing else 'many'}"
+            f"{what} is {used:,}, but {what} {self.sign} {self.formula} {'asks for' if at_least else 'allows'} "
+            f"{float(allowed):,.10g}: {float(over):,.10g} too {'few' if at_least else 'many'}"
         )
         if self.quantity in DIVISION:
             return f"too serial: {excess}; {_TOO_SERIAL[self.quantity]}"
