@@ -58,6 +58,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_progress_of_the_user(tmp_path_factory):
+    """What the tests solve is not noted in the user's own folder, nor by processes that they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEBLAZE_PROGRESS", str(tmp_path_factory.mktemp("progress") / "progress.json"))
+        yield
+
+
 @pytest.fixture
 def one_thread():
     """Torch on one thread: small products lose more by waiting for other cores than they gain."""

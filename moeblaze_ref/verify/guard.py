@@ -6,8 +6,8 @@ one that has called ``setsid``, are still found among its descendants. `supervis
 that the code ends even if the watcher is killed.
 
 `verify.landlock` keeps the code from writing files, from signals to processes outside, and from their memory.
-`verify.seccomp` refuses other calls that act on processes outside. Where a system lacks Landlock, `keep_others_out`
-closes the memory of the processes that call it.
+`verify.seccomp` refuses the network, and other calls that act on processes outside. Where a system lacks Landlock,
+`keep_others_out` closes the memory of the processes that call it.
 
 `Ended.refused` names what a system has refused. Without Linux only the process group is ended, and only time is
 limited.
@@ -35,6 +35,7 @@ from moeblaze_ref.verify import landlock, seccomp
 
 POLL_SECONDS = 0.1  # between two looks at memory and processes
 END_SECONDS = 0.005  # between two looks at a process that has closed its pipe: it is about to end
+NO_NETWORK = "no network, and no other calls that act on other processes (seccomp)"
 KILL_SECONDS = 30  # that the kernel may take to end killed processes
 MOST_SENT = 16 * MIB  # bytes through the pipe
 RESIDENT_BYTES = 8 * GIB  # unless the machine has less than twice that
@@ -45,11 +46,11 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2  # root reads files of others, as it did
 
 
-def most_resident_bytes() -> int:
-    """Memory that code and its descendants may hold: `RESIDENT_BYTES`, or half of what the machine has."""
+def half_of_memory() -> int:
+    """Half of the machine's memory, in bytes; `RESIDENT_BYTES` where the system does not tell."""
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return RESIDENT_BYTES
-    return min(RESIDENT_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 class Limits(NamedTuple):
@@ -59,7 +60,7 @@ class Limits(NamedTuple):
     seconds: float
     #: Memory that the process and its descendants hold together, looked at every `POLL_SECONDS`. Files in memory, of
     #: ``memfd_create`` and of /dev/shm, count too.
-    resident_bytes: int = most_resident_bytes()
+    resident_bytes: int = min(RESIDENT_BYTES, half_of_memory())
     processes: int = 64  #: how many these are; a compiler is four
     file_bytes: int = GIB  #: of the largest file that it may write
 
@@ -205,7 +206,7 @@ def _confine(pipe: int, limits: Limits, folder: str, watcher: int) -> list[str]:
             landlock.keep_files, landlock.opened(folder)
         ),
         "no signals to other processes (Landlock of Linux 6.12)": landlock.keep_signals_inside,
-        "no other calls that act on other processes (seccomp)": seccomp.refuse_calls,
+        NO_NETWORK: seccomp.refuse_calls,
         "a limit of CPU time (RLIMIT_CPU)": partial(_lower, resource.RLIMIT_CPU, cpu_seconds),
         "a limit of file sizes (RLIMIT_FSIZE)": partial(_lower, resource.RLIMIT_FSIZE, limits.file_bytes),
         "no core dumps (RLIMIT_CORE)": partial(_lower, resource.RLIMIT_CORE, 0),

@@ -15,13 +15,13 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from moeblaze_ref.core import folders
 from moeblaze_ref.runtime.simt import cache
@@ -32,6 +32,17 @@ PREPARING_SECONDS = 120  # beyond that limit, for the inputs and the comparison
 SHOWN_BYTES = 2000  # of what a kernel prints
 # What the server of the checker's processes imports before it forks, in this order.
 PRELOADED = ("verify.closed", "backends.simulated", "backends.numba_cuda", "verify.checker")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _Work(Protocol[T_co]):
+    """What a process of its own does; it can be pickled."""
+
+    def __call__(self, limits: guard.Limits, folder: str) -> T_co:
+        """Return what the process that asked is sent."""
+
+
 _DIVISION = "an integer division by zero?"
 _CAUSES = {
     signal.SIGFPE: _DIVISION,
@@ -70,21 +81,33 @@ def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any
     What the kernel prints goes to stderr in the end, up to `SHOWN_BYTES`. A script calls this under
     ``if __name__ == "__main__"``: `multiprocessing` imports the script in the other process.
     """
-    return _ask(multiprocessing.get_context("spawn"), guard.Limits(limit), _Question(kernel, task, options))
+    question = _Question(kernel, task, options)
+    return _ask(multiprocessing.get_context("spawn"), guard.Limits(limit), functools.partial(_examined, question))
 
 
-def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
+def examine_text(file: str, text: str, kernel: str, task: str, limits: guard.Limits, **options: Any) -> Verdict:
     """The same of a kernel's text, over the cases that are small enough for a simulator, where Numba runs in its own.
 
     ``file`` is what the kernel's file is called, for messages: NAME.cu or NAME.py. ``text`` is what is in it, and
     ``kernel`` the kernel's name. The other arguments and the errors are those of `examine`.
     """
     question = _Question(f"{file}:{kernel}", task, options | {"small": True}, text)
-    return _ask(_server(), guard.Limits(limit), question)
+    return _ask(_server(), limits, functools.partial(_examined, question))
+
+
+def confined(work: Callable[[guard.Send], None], limits: guard.Limits) -> guard.Ended:
+    """`guard.run` of a function that can be pickled, in a process that nothing of this one's memory reaches.
+
+    Raises
+    ------
+    TimeoutError, ChildProcessError
+        As `guard.run`.
+    """
+    return _ask(_server(), limits, functools.partial(_run, work))
 
 
 class _Question(NamedTuple):
-    """Request to the comparing process."""
+    """A kernel to examine."""
 
     #: Of `checker.prepare`.
     kernel: str
@@ -100,11 +123,11 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _ask(context: ForkServerContext | SpawnContext, limits: guard.Limits, question: _Question) -> Verdict:
-    """Start the processes that supervise and compare, and return or raise what they say."""
+def _ask(context: ForkServerContext | SpawnContext, limits: guard.Limits, work: _Work[T]) -> T:
+    """Start the processes that supervise and work, and return or raise what they say."""
     receiving, sending = context.Pipe()  # of sockets, which nobody can open by their names under /proc
     with guard.others_kept_out(), receiving, _shown(context) as printed, _temporary_folder() as folder:
-        process = context.Process(target=_supervise, args=(sending, printed, limits, folder, question))
+        process = context.Process(target=_supervise, args=(sending, printed, limits, folder, work))
         process.start()
         sending.close()
         try:
@@ -173,34 +196,47 @@ def _shown(context: BaseContext) -> Iterator[Connection]:
 # ---- the processes that supervise and compare -----------------------------------------------------
 
 
-def _supervise(sending: Connection, printed: Connection, limits: guard.Limits, folder: str, question: _Question):
-    """Compare in a fork, end as it ends, and leave nothing of it."""
+def _supervise(sending: Connection, printed: Connection, limits: guard.Limits, folder: str, work: _Work[Any]):
+    """Work in a fork, end as it ends, and leave nothing of it."""
     os.setsid()  # what ends the group of the process that asked, Ctrl-C too, leaves this one time to clear up
     guard.keep_others_out()
     for stream in (1, 2):
         os.dup2(printed.fileno(), stream)
-    status = guard.supervise(lambda: _answer(sending, limits, folder, question))
+    status = guard.supervise(lambda: _answer(sending, limits, folder, work))
     _remove(folder)  # the process that asked may have ended
     if status < 0:
         os.kill(os.getpid(), -status)
     sys.exit(status)
 
 
-def _answer(sending: Connection, limits: guard.Limits, folder: str, question: _Question):
-    """Send the verdict, or the error that there is in its place."""
+def _answer(sending: Connection, limits: guard.Limits, folder: str, work: _Work[Any]):
+    """Send what the work returns, or the error that there is in its place."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    sending.send(_found(limits, folder, question))
+    try:
+        found = work(limits, folder)
+    except (ValueError, TypeError, OSError) as error:
+        found = error
+    sending.send(found)
 
 
-def _found(limits: guard.Limits, folder: str, question: _Question) -> Verdict | Exception:
+def _run(work: Callable[[guard.Send], None], limits: guard.Limits, folder: str) -> guard.Ended:
+    return guard.run(work, limits, folder, [_sentinel()])
+
+
+def _sentinel() -> int:
+    """The sentinel of the process without which this one works for nobody."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        raise RuntimeError("untrusted code runs in a process of its own alone")
+    return parent.sentinel
+
+
+def _examined(question: _Question, limits: guard.Limits, folder: str) -> Verdict:
     kernel, task, options, text = question
     if text is not None:
         os.chdir(folder)  # so that messages name the file alone
         Path(kernel.partition(":")[0]).write_text(text)
-    try:
-        return _examine(limits, folder, kernel, task, options)
-    except (ValueError, TypeError, OSError) as error:
-        return error
+    return _examine(limits, folder, kernel, task, options)
 
 
 def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options: dict[str, Any]) -> Verdict:
@@ -208,13 +244,9 @@ def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options:
 
     from moeblaze_ref.verify.checker import claims, prepare
 
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        raise RuntimeError("a kernel is examined in a process of its own alone")
     torch.set_num_threads(1)  # more would be none after the fork, and gain nothing on arrays so small
     exam = prepare(kernel, task, numba_runner=_numba_runner, **options)
-    gone = [parent.sentinel]
-    sent, status, refused = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, gone)
+    sent, status, refused = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, [_sentinel()])
     said = claims.read_launches(exam, sent)
     if said is None:
         raise ChildProcessError(f"the kernel ended the process that checked it, {_how(status)}")

@@ -1,6 +1,7 @@
 """A filter of system calls, which the kernel of Linux (seccomp) runs before each call of untrusted code.
 
-The filter refuses calls that act on other processes, on the whole machine, or on memory that outlives all processes.
+The filter refuses calls that act on other processes, on the whole machine, or on memory that outlives all processes,
+and the network: every socket but those between processes of this machine.
 Many of these calls take a process id. The filter allows them for 0, which is the caller, and for the id of the process
 that installed it. It cannot tell the threads and children of that process from foreign processes, so it refuses calls
 that name those. It sees numbers only, never what a pointer leads to.
@@ -23,7 +24,7 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # op
 _CALL, _MACHINE, _ARGUMENTS = 0, 4, 16  # offsets into struct seccomp_data
 _X32 = 0x40000000  # the bit of calls with 32-bit pointers on x86-64
 _NAMESPACES = 0x7E020000  # CLONE_NEWNS, -NEWCGROUP, -NEWUTS, -NEWIPC, -NEWUSER, -NEWPID and -NEWNET
-_PR_SET_DUMPABLE, _PRIO_USER, _IOPRIO_WHO_USER = 4, 2, 3
+_PR_SET_DUMPABLE, _PRIO_USER, _IOPRIO_WHO_USER, _AF_UNIX = 4, 2, 3, 1
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_..., and the place in `Call.numbers`
 
@@ -62,6 +63,11 @@ def _on_other_processes(process: int, index: int = 0) -> Block:
 def _with_value(value: int, otherwise: Callable[[int], Block] = lambda process: _ALLOWED) -> Callable[[int], Block]:
     """Refuse a call whose first argument is this value."""
     return lambda process: [_argument(0), _instruction(_EQUAL, value, otherwise=1), *_REFUSED, *otherwise(process)]
+
+
+def _without_value(value: int) -> Callable[[int], Block]:
+    """Refuse a call whose first argument is another than this value."""
+    return lambda process: [_argument(0), _instruction(_EQUAL, value, then=1), *_REFUSED, *_ALLOWED]
 
 
 def _with_bits(bits: int) -> Callable[[int], Block]:
@@ -139,6 +145,9 @@ CALLS = {
     "mq_open": Call((240, 180)),
     "mq_unlink": Call((241, 181)),
     "memfd_secret": Call((447, 447)),
+    # The network, and the calls that would open a socket unseen.
+    "socket": Call((41, 198), _without_value(_AF_UNIX)),
+    "io_uring_setup": Call((425, 425)),
 }
 
 

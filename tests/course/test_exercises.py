@@ -18,7 +18,7 @@ from moeblaze_ref.course.exercises.desk import Desk
 from moeblaze_ref.course.exercises.exercise import KINDS, Construction, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.kernels import cuda_source, helpers
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
-from moeblaze_ref.verify import in_subprocess
+from moeblaze_ref.verify import guard, in_subprocess
 from moeblaze_ref.verify.checker.budgets import DIVISION
 
 FILES = notebooks.files(ROOT / "notebooks")
@@ -440,7 +440,7 @@ def test_the_little_that_a_kernel_prints_is_shown_and_more_is_cut_short(capsys, 
 def test_a_kernel_that_never_ends_is_given_up():
     endless = EXERCISES["combine"].solution.replace("total = ZERO", "while True: pass")
     with pytest.raises(TimeoutError, match="no verdict after 0.5 seconds, the limit: does a loop never end?"):
-        in_subprocess.examine_text("combine.py", endless, "combine_kernel", "combine", limit=0.5)
+        in_subprocess.examine_text("combine.py", endless, "combine_kernel", "combine", guard.Limits(0.5))
 
 
 def test_a_right_kernel_that_asks_for_too_much():

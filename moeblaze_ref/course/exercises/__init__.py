@@ -10,11 +10,12 @@ A notebook of ``notebooks/exercises`` begins with
 
 from typing import Any
 
+from moeblaze_ref.course.exercises import progress
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
 
 __all__ = ["Unsolved", "construct", "hint", "load_ipython_extension", "predict", "solution"]
 
-_desk = Desk()
+_desk = Desk(on_solved=progress.note)
 predict, construct, hint, solution = _desk.predict, _desk.construct, _desk.hint, _desk.solution
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from IPython.display import Markdown
@@ -11,9 +12,10 @@ from moeblaze_ref.core.units import GB, GIB, KIB, MB, MIB
 from moeblaze_ref.course.exercises.exercise import Construction, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 from moeblaze_ref.course.notebook.markdown import cell_text, table
-from moeblaze_ref.verify import in_subprocess
+from moeblaze_ref.verify import guard, in_subprocess
 
 FAILURES_BEFORE_HINT = 2
+LIMITS = guard.Limits(in_subprocess.LIMIT_SECONDS)
 TOLERANCE = 0.01  # of a prediction that is no whole number
 FACTORS = (2, 10, 1_000)  # how far a wrong prediction is off, as a reader is told
 OTHER_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "MB": MB, "GB": GB}
@@ -30,7 +32,9 @@ class Unsolved(AssertionError):
 class Desk:
     """The exercises that one reader has tried, with the failures of each."""
 
-    def __init__(self):
+    def __init__(self, limits: guard.Limits = LIMITS, on_solved: Callable[[str], Any] = lambda _: None):
+        self.limits = limits  # of a kernel
+        self.on_solved = on_solved  # called with the name of an exercise that is solved
         self.failures: Counter[str] = Counter()
         self.last: Exercise | None = None
 
@@ -55,6 +59,7 @@ class Desk:
         for key, asked in exercise.asked.items():
             if wrong := _wrong(key, said[key], truth[key], asked.unit):
                 raise self._unsolved(wrong)
+        self.on_solved(name)
         rows = [
             {"number": f"`{key}`", "predicted": cell_text(said[key]), "computed": cell_text(truth[key]), "": asked.unit}
             for key, asked in exercise.asked.items()
@@ -81,6 +86,7 @@ class Desk:
             raise Unsolved(str(error)) from None
         if problem:
             raise self._unsolved(problem)
+        self.on_solved(name)
         return Markdown(f"**Right.** Checked by `{exercise.checked_by}`.\n\n{exercise.why}")
 
     def check(self, name: str, text: str) -> Markdown:
@@ -100,12 +106,13 @@ class Desk:
         lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
             verdict = in_subprocess.examine_text(
-                exercise.file, lines, kernel.name, exercise.task, budgets=budgets, **kernel.launch
+                exercise.file, lines, kernel.name, exercise.task, self.limits, budgets=budgets, **kernel.launch
             )
         except (ValueError, TypeError, OSError) as error:
             raise self._unsolved(str(error)) from None
         if verdict.first_problem:
             raise self._unsolved(verdict.first_problem)
+        self.on_solved(exercise.name)
         return Markdown(f"**Right, within budget.** {exercise.why}\n\n```text\n{verdict.report}\n```")
 
     def hint(self, name: str | None = None) -> Markdown:

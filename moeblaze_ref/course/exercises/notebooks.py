@@ -8,12 +8,14 @@ A sheet's two notebooks have the same cells, but for the code: unsolved in the o
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from moeblaze_ref.core import checks
 from moeblaze_ref.course.exercises.exercise import KINDS, Construction, Exercise, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import THREADS, Kernel, helpers
-from moeblaze_ref.course.exercises.sheets import SHEETS
+from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.course.notebook.execution import METADATA
 from moeblaze_ref.verify.checker.contracts import CONTRACTS
@@ -119,6 +121,26 @@ def _launch(kernel: Kernel) -> str:
         return "Launched as the docstring says."
     dynamic = f", `{kernel.shared_bytes}` bytes of dynamic shared memory" if kernel.shared_bytes != "0" else ""
     return f"Launched with a grid of `{kernel.grid}`, `THREADS = {THREADS}`{dynamic}."
+
+
+def reset(name: str, path: Path) -> None:
+    """Give an exercise's cell of a reader's notebook its first text again; all other cells stay.
+
+    Raises
+    ------
+    ValueError
+        If there is no such exercise, or the notebook has no cell for it.
+    OSError
+        If the notebook cannot be read or written.
+    """
+    exercise = EXERCISES[checks.check_name("exercise", name, EXERCISES)]
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.get("id") == f"{name}-answer"]
+    if not cells:
+        raise ValueError(f"{path} has no cell {name}-answer")
+    for cell in cells:
+        cell.source, cell.outputs, cell.execution_count = exercise.cell(exercise.unsolved), [], None
+    path.write_text(outputs.text(notebook))
 
 
 def files(folder: Path) -> dict[Path, str]:

@@ -1,0 +1,107 @@
+"""``moeblaze course``: what a reader has solved, and the grades of what others have."""
+
+import csv
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeblaze_ref.cli.shared import AsJson, Force, print_text, show, stdout, to_file, user_errors
+
+course = typer.Typer(help="The exercises: what is solved, a fresh start, grades of others.", no_args_is_help=True)
+
+OPEN_NETWORK = (
+    "this system does not keep submissions from the network: its kernel has no seccomp. "
+    "Grade on Linux, or accept it with --allow-network"
+)
+
+
+@course.command("list")
+def list_(as_json: AsJson = False):
+    """List the exercises, and the day on which you solved each."""
+    from rich.table import Table
+
+    from moeblaze_ref.course.exercises import progress
+    from moeblaze_ref.course.exercises.sheets import SHEETS
+
+    with user_errors():
+        days = progress.solved()
+    rows = [
+        {"sheet": sheet.course, "exercise": one.name, "kind": one.kind, "solved": days.get(one.name)}
+        for sheet in SHEETS
+        for one in sheet.exercises
+    ]
+
+    def table() -> Table:
+        shown = Table("sheet", "exercise", "kind", "solved", caption=f"{len(days)} of {len(rows)} solved")
+        for row in rows:
+            shown.add_row(*(value or "" for value in row.values()))
+        return shown
+
+    show(as_json, rows, table)
+
+
+@course.command()
+def reset(
+    exercise: Annotated[str, typer.Argument(help="Its name, as the list has it.")],
+    folder: Annotated[Path, typer.Option(help="Folder of your notebooks of exercises.")] = Path("notebooks/exercises"),
+):
+    """Give an exercise's cell its first text again, and forget that you solved it."""
+    from moeblaze_ref.core import checks
+    from moeblaze_ref.course.exercises import notebooks, progress
+    from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
+
+    with user_errors():
+        checks.check_name("exercise", exercise, EXERCISES)
+        (sheet,) = (sheet for sheet in SHEETS if exercise in {one.name for one in sheet.exercises})
+        path = folder / f"{sheet.course}.ipynb"
+        notebooks.reset(exercise, path)
+        progress.forget(exercise)
+    print_text(f"{exercise} is as it was found: {path}")
+
+
+def _as_text(message: str) -> str:
+    """The message on one line; a spreadsheet would take one that begins with an operator for a formula."""
+    line = " ".join(message.split())
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
+
+
+@course.command()
+def grade(
+    folder: Annotated[Path, typer.Argument(help="Folder of solved notebooks, in any folders of their own.")],
+    out: Annotated[Path, to_file(help="CSV to write: submission, exercise, kind, verdict, message.")],
+    limit: Annotated[int, typer.Option(help="Seconds of one kernel.", min=1)] = 60,
+    memory: Annotated[float, typer.Option(help="GiB that one submission may hold.", min=0.5)] = 2,
+    jobs: Annotated[
+        int | None, typer.Option(help="Submissions at once; by default one a core, if memory allows.", min=1)
+    ] = None,
+    allow_network: Annotated[
+        bool, typer.Option("--allow-network", help="Grade even where submissions can reach the network.")
+    ] = False,
+    force: Force = False,
+):
+    """Check every answer of every notebook in a confined process, and write a CSV."""
+    from rich.table import Table
+
+    from moeblaze_ref.core.units import GIB
+    from moeblaze_ref.course.exercises import grading
+    from moeblaze_ref.verify.guard import Limits
+
+    limits = Limits(limit, resident_bytes=int(memory * GIB))
+    with user_errors():
+        found = grading.submissions(folder)
+        if out.exists() and not force:
+            raise ValueError(f"{out} is there already; --force replaces it")
+        if not allow_network and grading.open_network():
+            raise ValueError(OPEN_NETWORK)
+    with user_errors():
+        grades = [*grading.grade(folder, limits, jobs or grading.jobs_of(limits))]
+    with open(out, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(grading.Grade._fields)
+        writer.writerows([*one[:-1], _as_text(one.message)] for one in grades)
+    table = Table("submission", *grading.VERDICTS)
+    for name, counts in grading.totals(grades).items():
+        table.add_row(name, *map(str, counts.values()))
+    stdout().print(table)
+    print_text(f"{len(found)} submissions, {len(grades)} answers: {out}")

@@ -1,0 +1,167 @@
+"""Grade the notebooks of a folder: each exercise of each submission gets a verdict, and nothing of them runs unguarded.
+
+A kernel is checked as ``%%check`` checks it. What ``predict`` and ``construct`` are given is found by running the other
+cells in a confined process (`verify.guard`), and compared in this one.
+"""
+
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moeblaze_ref.core.units import GIB
+from moeblaze_ref.course.exercises.desk import Desk, Unsolved
+from moeblaze_ref.course.exercises.exercise import KernelExercise, Prediction
+from moeblaze_ref.course.exercises.sheets import EXERCISES
+from moeblaze_ref.course.exercises.submission import Submission, read, read_answers, send_answers
+from moeblaze_ref.verify import guard, in_subprocess
+
+LIMITS = guard.Limits(in_subprocess.LIMIT_SECONDS, resident_bytes=2 * GIB)
+VERDICTS = ("right", "wrong", "unsolved", "missing", "stopped", "unreadable")
+
+
+class Grade(NamedTuple):
+    """The verdict on one exercise of one submission."""
+
+    submission: str  #: path of the notebook below the folder
+    exercise: str  #: its name; empty of a notebook that cannot be read
+    kind: str  #: one of `exercise.KINDS`
+    verdict: str  #: one of `VERDICTS`
+    message: str  #: why; empty of a right answer
+
+
+def submissions(folder: Path) -> list[Path]:
+    """The notebooks below a folder, without the copies that Jupyter keeps.
+
+    Raises
+    ------
+    ValueError
+        If there is no such folder, or no notebook in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    found = sorted(
+        path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts and path.is_file()
+    )
+    if not found:
+        raise ValueError(f"{folder} has no notebook (*.ipynb)")
+    return found
+
+
+def open_network() -> bool:
+    """Whether this system lets a submission reach the network, which the guard otherwise refuses."""
+    return guard.NO_NETWORK in in_subprocess.confined(_nothing, LIMITS).refused
+
+
+def _nothing(send: guard.Send) -> None:
+    pass
+
+
+def jobs_of(limits: guard.Limits) -> int:
+    """How many submissions to grade at once: one a core, and together at most half of the machine's memory."""
+    return max(1, min(os.cpu_count() or 1, guard.half_of_memory() // limits.resident_bytes))
+
+
+def grade(folder: Path, limits: guard.Limits = LIMITS, jobs: int = 1) -> Iterator[Grade]:
+    """Grade the notebooks below a folder, in the order of their paths.
+
+    Parameters
+    ----------
+    folder : Path
+    limits : guard.Limits
+        Of one kernel, and of all other cells of a notebook together.
+    jobs : int
+        Submissions that are graded at once.
+
+    Raises
+    ------
+    ValueError
+        As `submissions`.
+    """
+    paths = submissions(folder)
+    with ThreadPoolExecutor(jobs) as pool:
+        for grades in pool.map(lambda path: [*_grades(path, str(path.relative_to(folder)), limits)], paths):
+            yield from grades
+
+
+def _grades(path: Path, name: str, limits: guard.Limits) -> Iterator[Grade]:
+    try:
+        submission = read(path)
+    except (ValueError, OSError) as error:
+        yield Grade(name, "", "", "unreadable", str(error))
+        return
+    if not submission.exercises:
+        yield Grade(name, "", "", "unreadable", "no cell answers an exercise")
+        return
+    answers = _answers(submission, limits)
+    for exercise in submission.exercises:
+        verdict, message = _verdict(submission, exercise, answers, limits)
+        yield Grade(name, exercise, EXERCISES[exercise].kind, verdict, message)
+
+
+def _answers(submission: Submission, limits: guard.Limits) -> dict[str, dict[str, Any]]:
+    """What the cells answer, by exercise; for each the reason why they were stopped, if they were."""
+    if not submission.answered:
+        return {}
+    try:
+        ended = in_subprocess.confined(functools.partial(send_answers, submission.cells), limits)
+    except (TimeoutError, ChildProcessError) as error:
+        return {name: {"stopped": str(error)} for name in submission.answered}
+    return read_answers(ended.sent)
+
+
+def _verdict(
+    submission: Submission, name: str, answers: dict[str, dict[str, Any]], limits: guard.Limits
+) -> tuple[str, str]:
+    """Verdict and message of one exercise."""
+    if isinstance(EXERCISES[name], KernelExercise):
+        return _of_kernel(name, submission.kernels.get(name), limits)
+    match answers.get(name):
+        case {"said": said}:
+            return _of_answer(name, said)
+        case {"error": error}:
+            return "wrong", error
+        case {"stopped": why}:
+            return "stopped", why
+    return "missing", "no cell answers it" if name not in submission.answered else "its cell did not run to the answer"
+
+
+def _of_answer(name: str, said: dict[str, Any]) -> tuple[str, str]:
+    desk = Desk()
+    ask = desk.predict if isinstance(EXERCISES[name], Prediction) else desk.construct
+    try:
+        ask(name, **said)
+    except Unsolved as wrong:
+        return "unsolved" if any(value is ... for value in said.values()) else "wrong", _first(wrong)
+    except Exception as error:  # an answer that no check expects
+        return "wrong", f"{type(error).__name__}: {error}"
+    return "right", ""
+
+
+def _of_kernel(name: str, text: str | None, limits: guard.Limits) -> tuple[str, str]:
+    if text is None:
+        return "missing", "no cell answers it"
+    if text.split() == EXERCISES[name].unsolved.split():
+        return "unsolved", "the kernel is as it was found"
+    try:
+        Desk(limits).check(name, text)
+    except Unsolved as wrong:
+        stopped = isinstance(wrong.__cause__ or wrong.__context__, TimeoutError | ChildProcessError)
+        return "stopped" if stopped else "wrong", _first(wrong)
+    return "right", ""
+
+
+def _first(wrong: Unsolved) -> str:
+    """The message without the hint below it."""
+    return str(wrong).partition("\n\n")[0]
+
+
+def totals(grades: Iterable[Grade]) -> dict[str, dict[str, int]]:
+    """The number of verdicts of each submission, by verdict."""
+    found: dict[str, dict[str, int]] = {}
+    for one in grades:
+        counts = found.setdefault(one.submission, dict.fromkeys(VERDICTS, 0))
+        counts[one.verdict] += 1
+    return found
