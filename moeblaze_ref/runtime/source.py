@@ -5,6 +5,7 @@ executors, so that a Python float can never arrive as a double.
 """
 
 import functools
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ class KernelSource:
     @property
     def headers(self) -> str:
         """The text of all headers that kernel files can include."""
-        return "".join(path.read_text() for path in _headers())
+        return "".join(Path(path).read_text() for path in _headers())
 
     def bind(self, kernel: str, arguments: dict[str, Any]) -> list[Any]:
         """Arguments in declared order and type.
@@ -139,8 +140,8 @@ def edition(file: str, text: str | None = None) -> Edition:
     ValueError
         If there is no such file.
     """
-    paths = _headers() if text is not None else [_path(file), *_headers()]
-    return tuple((str(path), stat.st_mtime_ns, stat.st_size) for path in paths for stat in (path.stat(),))
+    paths = _headers() if text is not None else [str(_path(file)), *_headers()]
+    return tuple((path, stat.st_mtime_ns, stat.st_size) for path in paths for stat in (os.stat(path),))
 
 
 def kernel_text(file: str) -> str:
@@ -172,8 +173,10 @@ def _include_dir() -> Path:
     return kernels_dir() / "include"
 
 
-def _headers() -> list[Path]:
-    return sorted(_include_dir().rglob("*.cuh"))
+def _headers() -> list[str]:
+    """Paths of all headers. By os.walk, since every load of a kernel file asks and Path.rglob takes far longer."""
+    found = os.walk(_include_dir())
+    return sorted(os.path.join(folder, name) for folder, _, names in found for name in names if name.endswith(".cuh"))
 
 
 class Module(ABC):
