@@ -310,15 +310,22 @@ def test_the_effort_counts_each_file_and_thread_of_the_check():
         assert effort.within(effort) and not effort.within(replace(effort, **{name: getattr(effort, name) - 1}))
 
 
+FILES = {(fault.stage, fault.version, fault.path): fault for fault in FAULTS}
+
+
+@pytest.mark.parametrize("fault", FILES.values(), ids=map("-".join, FILES))
+def test_the_switches_themselves_break_no_kernel(fault, monkeypatch):
+    plant(monkeypatch, fault.path, text_of(fault.path), FAULT=0)
+    several_rows = next(job for job in jobs_of(fault) if job.args[4].L > 9)
+    assert all(row.ok for row in several_rows())
+
+
 @pytest.mark.parametrize(
     ("number", "fault"),
     [*enumerate(FAULTS, 1)],
     ids=[f"{fault.stage}-{fault.version}-{fault.name}" for fault in FAULTS],
 )
 def test_the_check_catches_a_planted_fault(number, fault, record_property, monkeypatch):
-    plant(monkeypatch, fault.path, text_of(fault.path), FAULT=0)
-    several_rows = next(job for job in jobs_of(fault) if job.args[4].L > 9)
-    assert all(row.ok for row in several_rows()), "the switches themselves break the kernel"
     plant(monkeypatch, fault.path, text_of(fault.path), FAULT=number)
     row, effort = first_failure(fault)
     assert row is not None, "the check passes"
