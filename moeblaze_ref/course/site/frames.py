@@ -1,0 +1,196 @@
+"""Frames of the notebooks' controls: on the site every `explore` shows pictures that were drawn while it was built.
+
+A kernel runs the cells that the controls of a notebook need, with an `explore` that draws every state by the functions
+of the notebook and writes the pictures to a folder. docs/_static/frames.js shows the one that the reader asks for. The
+states of a `RoutingGrid` are too many: docs/_static/routing.js draws those itself, from the data that is written here.
+"""
+
+import base64
+import hashlib
+import itertools
+import json
+import math
+import os
+import symtable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from IPython import get_ipython
+from ipywidgets import Dropdown, Widget
+
+from moeblaze_ref.course import notebook
+from moeblaze_ref.course.notebook import controls, outputs
+from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
+from moeblaze_ref.course.notebook.execution import execute
+from moeblaze_ref.course.notebook.explorer import MAX_CHOICES, MAX_EXPERTS, MAX_TOKENS, RoutingGrid
+from moeblaze_ref.course.notebook.routing import zipf_choices
+from moeblaze_ref.memory.plots import VERMILLION
+
+MAX_POSITIONS = 8  # of a control: of more, every second, third, ... one is drawn
+MAX_STATES = 32  # of all controls together: above, one control moves at a time
+FOLDER = "_frames"  # of the site
+
+
+# Cells ---------------------------------------------------------------------------------------------------------------
+
+
+def needed_cells(sources: Sequence[str]) -> list[str]:
+    """Return the code cells that call `explore`, and those above them that define a name which these use."""
+    chosen: list[str] = []
+    missing: set[str] = set()
+    for source in reversed(sources):
+        defined, used = _names(source)
+        if "explore(" in source or defined & missing:
+            chosen.insert(0, source)
+            missing = (missing - defined) | used
+    return chosen
+
+
+def _names(source: str) -> tuple[set[str], set[str]]:
+    """Names that a cell defines, and names that it or a function in it reads from the notebook."""
+    code = "\n".join(line for line in source.splitlines() if not line.startswith("%"))
+    top = symtable.symtable(code, "cell", "exec")
+    defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    inner = [symbol for table in _below(top) for symbol in table.get_symbols() if symbol.is_global()]
+    used = {symbol.get_name() for symbol in [*top.get_symbols(), *inner] if symbol.is_referenced()}
+    return defined, used
+
+
+def _below(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    for child in table.get_children():
+        yield child
+        yield from _below(child)
+
+
+# States --------------------------------------------------------------------------------------------------------------
+
+
+def all_positions(control: Widget) -> tuple[list[tuple[str, Any]], int]:
+    """Return (label, value) of each position of a control, and the number of the one that it has."""
+    if hasattr(control, "options"):
+        pairs = [option if isinstance(option, tuple) else (str(option), option) for option in control.options]
+        return pairs, control.index
+    count = round((control.max - control.min) / control.step) + 1
+    values = [control.min + number * control.step for number in range(count)]
+    pairs = [(f"{value:.2f}" if isinstance(value, float) else str(value), value) for value in values]
+    return pairs, round((control.value - control.min) / control.step)
+
+
+def positions(control: Widget) -> tuple[list[tuple[str, Any]], int]:
+    """Return at most ``MAX_POSITIONS`` of `all_positions`, the one that the control has among them.
+
+    Of a longer list it is every second, third, ... position.
+    """
+    pairs, start = all_positions(control)
+    stride = math.ceil(len(pairs) / MAX_POSITIONS)
+    return pairs[start % stride :: stride], start // stride
+
+
+def states(counts: Sequence[int], start: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the states of controls with so many positions, as numbers of positions.
+
+    All combinations if there are at most ``MAX_STATES``. Otherwise the start, and each control moved by itself.
+    """
+    if math.prod(counts) <= MAX_STATES:
+        return list(itertools.product(*map(range, counts)))
+    moved = (
+        (*start[:number], position, *start[number + 1 :])
+        for number, count in enumerate(counts)
+        for position in range(count)
+    )
+    return list(dict.fromkeys(moved))
+
+
+# In the kernel -------------------------------------------------------------------------------------------------------
+
+
+def record(name: str, folder: str) -> None:
+    """From now on `explore` draws every state into a folder and lists it in ``name.json`` there."""
+    found: list[dict[str, Any]] = []
+
+    def explore(picture: Callable[..., Any], beside: bool = False, **widgets: Widget) -> None:
+        grid = next((widget for widget in widgets.values() if isinstance(widget, RoutingGrid)), None)
+        found.append(_drawn(picture, widgets, Path(folder)) if grid is None else routing_data(grid, widgets))
+        Path(folder, f"{name}.json").write_text(json.dumps(found))
+
+    notebook.explore = controls.explore = explore
+
+
+def _drawn(picture: Callable[..., Any], widgets: dict[str, Widget], folder: Path) -> dict[str, Any]:
+    """The controls, and the frame of every state by the numbers of its positions."""
+    pairs, start = zip(*map(positions, widgets.values()), strict=True)
+    frames = {}
+    for state in states(list(map(len, pairs)), start):
+        values = {name: of[number][1] for name, of, number in zip(widgets, pairs, state, strict=True)}
+        frames[",".join(map(str, state))] = frame(picture, values, folder)
+    return {"controls": list(map(_control, widgets, widgets.values(), pairs, start)), "frames": frames}
+
+
+def _control(name: str, widget: Widget, pairs: list[tuple[str, Any]], start: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "list": isinstance(widget, Dropdown),
+        "labels": [label for label, _ in pairs],
+        "start": start,
+    }
+
+
+def frame(picture: Callable[..., Any], values: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Draw a state: the name of its picture in the folder and its text, or the message in its place."""
+    try:
+        shown = picture(**values)
+    except ValueError as error:
+        return {"message": str(error)}
+    data, metadata = get_ipython().display_formatter.format(shown)
+    png = outputs.small(base64.b64decode(data["image/png"]))
+    name = f"{hashlib.sha256(png).hexdigest()[:16]}.png"
+    (folder / name).write_bytes(png)
+    return {"picture": name, "alt": metadata["image/png"]["alt"]}
+
+
+def routing_data(grid: RoutingGrid, widgets: dict[str, Widget]) -> dict[str, Any]:
+    """What docs/_static/routing.js draws from: the choices at the start and of every draw, colours and limits."""
+    *sliders, _ = grid.children
+    named = {slider.description: slider for slider in sliders}
+    named |= {name: widget for name, widget in widgets.items() if widget is not grid}
+    pairs, start = zip(*map(all_positions, named.values()), strict=True)
+    draws = {
+        f"{L},{E},{number}": zipf_choices(skew, E, min(E, MAX_CHOICES), L).tolist()  # with fewer choices the first ones
+        for L, E in itertools.product(range(1, MAX_TOKENS + 1), range(1, MAX_EXPERTS + 1))
+        for number, (_, skew) in enumerate(pairs[list(named).index("skew")])
+    }
+    return {
+        "controls": list(map(_control, named, named.values(), pairs, start)),
+        "drawing": [slider.description for slider in sliders],
+        "choices": grid.value.topk_experts,
+        "draws": draws,
+        "colors": {"experts": EXPERT_COLORS, "pale": PALE, "dropped": VERMILLION},
+    }
+
+
+# In the build --------------------------------------------------------------------------------------------------------
+
+
+def draw_all(paths: Sequence[Path], folder: Path) -> None:
+    """Draw the frames of notebooks into a folder, several notebooks at a time."""
+    folder.mkdir(parents=True)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(draw, paths, itertools.repeat(folder)))
+
+
+def draw(path: Path, folder: Path) -> None:
+    """Draw every state of a notebook's controls into a folder, and list the frames of each `explore` there."""
+    read = nbformat.read(path, as_version=4)
+    sources = needed_cells([cell.source for cell in read.cells if cell.cell_type == "code"])
+    first = f"from moeblaze_ref.course.site import frames\nframes.record({path.stem!r}, {str(folder)!r})"
+    cells = [nbformat.v4.new_code_cell(source) for source in (first, *sources)]
+    execute(nbformat.v4.new_notebook(cells=cells, metadata=read.metadata), path.parent)
+
+
+def listed(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Return what `draw` has listed of a notebook, by its name without the ending; an entry for each `explore`."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else []
