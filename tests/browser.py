@@ -75,6 +75,13 @@ RAN = """() => {
     return prompts.some(text => /\\d/.test(text)) && !prompts.some(text => text.includes("*"));
 }"""
 
+# Lines of code that JupyterLab or the site breaks or cuts: of cells because they are too long, of shown source ever.
+BROKEN_LINES = """() => [
+    ...[...document.querySelectorAll(".jp-OutputArea-output.jp-RenderedMarkdown pre code")].filter(
+        shown => getComputedStyle(shown).whiteSpace !== "pre"),
+    ...[...document.querySelectorAll(".jp-CodeCell .cm-scroller, .cell_input pre")].filter(
+        cell => cell.scrollWidth > cell.clientWidth),
+].map(found => found.textContent)"""
 IS_LAST = """slider => slider.type === "range" ? slider.value === slider.max
     : slider.getAttribute("aria-valuenow") === slider.getAttribute("aria-valuemax")"""
 

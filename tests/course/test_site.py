@@ -112,6 +112,13 @@ def test_tables_in_outputs_are_tables(built):
     assert page.count("<table") > 5 and "<p>| " not in page
 
 
+def test_every_picture_has_a_text(built):
+    """It is a phrase, and names no file."""
+    found = [image for path in built[2].rglob("*.html") for image in re.findall(r"<img\b[^>]*>", path.read_text())]
+    texts = [re.search(r'alt="([^"]*)"', image)[1] for image in found if "toggler" not in image]
+    assert len(texts) > 100 and [text for text in texts if len(text) < 25 or re.search(r"\.(png|svg)$", text)] == []
+
+
 def test_a_reader_finds_a_word_and_follows_every_link(built, tmp_path):
     with browser.served(built[2]) as site, browser.opened(tmp_path) as page:
         complaints = browser.complaints(page)
@@ -170,6 +177,7 @@ def test_controls_move_their_pictures_from_the_disk(built, tmp_path):
         for name in NOTEBOOKS:
             page.goto((built[2] / "notebooks" / f"{name}.html").as_uri())
             expect(page.get_by_text(outputs.NOTE)).to_have_count(0)
+            assert page.evaluate(browser.BROKEN_LINES) == []
             listed = frames.listed(name, built[2] / frames.FOLDER)
             for controls, data in zip(page.locator(".controls").all(), listed, strict=True):
                 if "frames" in data:

@@ -21,6 +21,7 @@ from PIL import Image
 
 from moeblaze_ref.core import records
 from moeblaze_ref.core.paths import ROOT
+from moeblaze_ref.course.notebook import sources
 from moeblaze_ref.course.notebook.execution import METADATA, execute
 
 NOTEBOOKS = ROOT / "notebooks"
@@ -43,8 +44,11 @@ def settled(ran: NotebookNode) -> NotebookNode:
         cell.metadata = NotebookNode({name: value for name, value in cell.metadata.items() if name == "tags"})
         if cell.cell_type == "code":
             outputs = [part for output in cell.outputs for part in _without_widgets(output, models)]
-            for shown in (output.data for output in outputs if "image/png" in output.get("data", {})):
-                shown["image/png"] = base64.b64encode(small(base64.b64decode(shown["image/png"]))).decode()
+            for shown in (output.data for output in outputs if "data" in output):
+                if "image/png" in shown:
+                    shown["image/png"] = base64.b64encode(small(base64.b64decode(shown["image/png"]))).decode()
+                if "text/markdown" in shown:
+                    shown["text/markdown"] = shown["text/markdown"].removesuffix(sources.STYLE)
             cell.outputs = outputs
     return copy
 
