@@ -1,36 +1,38 @@
 """Frames of the notebooks' controls: on the site every `explore` shows pictures that were drawn while it was built.
 
-A kernel runs the cells that the controls of a notebook need, with an `explore` that draws every state by the functions
+IPython runs the cells that the controls of a notebook need, with an `explore` that draws every state by the functions
 of the notebook and writes the pictures to a folder. docs/_static/frames.js shows the one that the reader asks for. The
 states of a `RoutingGrid` are too many: docs/_static/routing.js draws those itself, from the data that is written here.
 """
 
 import base64
+import contextlib
 import hashlib
+import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import symtable
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import nbformat
-from IPython import get_ipython
+from IPython.core.interactiveshell import InteractiveShell
 from ipywidgets import Dropdown, Widget
 
 from moeblaze_ref.course import notebook
 from moeblaze_ref.course.notebook import controls, outputs
 from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
-from moeblaze_ref.course.notebook.execution import execute
 from moeblaze_ref.course.notebook.explorer import MAX_CHOICES, MAX_EXPERTS, MAX_TOKENS, RoutingGrid
+from moeblaze_ref.course.notebook.pictures import prepare_pictures
 from moeblaze_ref.course.notebook.routing import zipf_choices
 from moeblaze_ref.memory.plots import VERMILLION
 
-MAX_POSITIONS = 8  # of a control: of more, every second, third, ... one is drawn
-MAX_STATES = 32  # of all controls together: above, one control moves at a time
+MAX_STATES = 10  # of the controls of a picture: above, one moves at a time, and a long slider loses positions
+MIN_POSITIONS = 3  # of a control, however many there are
 FOLDER = "_frames"  # of the site
 
 
@@ -79,13 +81,13 @@ def all_positions(control: Widget) -> tuple[list[tuple[str, Any]], int]:
     return pairs, round((control.value - control.min) / control.step)
 
 
-def positions(control: Widget) -> tuple[list[tuple[str, Any]], int]:
-    """Return at most ``MAX_POSITIONS`` of `all_positions`, the one that the control has among them.
+def positions(control: Widget, most: int) -> tuple[list[tuple[str, Any]], int]:
+    """Return at most so many of `all_positions`, the one that the control has among them.
 
     Of a longer list it is every second, third, ... position.
     """
     pairs, start = all_positions(control)
-    stride = math.ceil(len(pairs) / MAX_POSITIONS)
+    stride = math.ceil(len(pairs) / most)
     return pairs[start % stride :: stride], start // stride
 
 
@@ -104,24 +106,43 @@ def states(counts: Sequence[int], start: Sequence[int]) -> list[tuple[int, ...]]
     return list(dict.fromkeys(moved))
 
 
-# In the kernel -------------------------------------------------------------------------------------------------------
+# In IPython ----------------------------------------------------------------------------------------------------------
 
 
-def record(name: str, folder: str) -> None:
-    """From now on `explore` draws every state into a folder and lists it in ``name.json`` there."""
+class Shell(InteractiveShell):
+    """IPython without a terminal and without a window."""
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """There is none: pictures are inline."""
+
+
+def draw(path: Path, folder: Path) -> None:
+    """Draw every state of a notebook's controls into a folder, and list the frames of each `explore` there.
+
+    It leaves this process with another `explore`: give it one of its own.
+    """
+    cells = nbformat.read(path, as_version=4).cells
     found: list[dict[str, Any]] = []
 
     def explore(picture: Callable[..., Any], beside: bool = False, **widgets: Widget) -> None:
         grid = next((widget for widget in widgets.values() if isinstance(widget, RoutingGrid)), None)
-        found.append(_drawn(picture, widgets, Path(folder)) if grid is None else routing_data(grid, widgets))
-        Path(folder, f"{name}.json").write_text(json.dumps(found))
+        found.append(_drawn(picture, widgets, folder) if grid is None else routing_data(grid, widgets))
 
     notebook.explore = controls.explore = explore
+    os.chdir(path.parent)
+    shell = Shell.instance()
+    with contextlib.redirect_stdout(io.StringIO()):
+        shell.run_line_magic("matplotlib", "inline")
+        prepare_pictures()
+        for source in needed_cells([cell.source for cell in cells if cell.cell_type == "code"]):
+            shell.run_cell(source).raise_error()
+    (folder / f"{path.stem}.json").write_text(json.dumps(found))
 
 
 def _drawn(picture: Callable[..., Any], widgets: dict[str, Widget], folder: Path) -> dict[str, Any]:
     """The controls, and the frame of every state by the numbers of its positions."""
-    pairs, start = zip(*map(positions, widgets.values()), strict=True)
+    most = max(MAX_STATES // len(widgets), MIN_POSITIONS)
+    pairs, start = zip(*(positions(widget, most) for widget in widgets.values()), strict=True)
     frames = {}
     for state in states(list(map(len, pairs)), start):
         values = {name: of[number][1] for name, of, number in zip(widgets, pairs, state, strict=True)}
@@ -144,7 +165,7 @@ def frame(picture: Callable[..., Any], values: dict[str, Any], folder: Path) -> 
         shown = picture(**values)
     except ValueError as error:
         return {"message": str(error)}
-    data, metadata = get_ipython().display_formatter.format(shown)
+    data, metadata = Shell.instance().display_formatter.format(shown)
     png = outputs.small(base64.b64decode(data["image/png"]))
     name = f"{hashlib.sha256(png).hexdigest()[:16]}.png"
     (folder / name).write_bytes(png)
@@ -175,19 +196,11 @@ def routing_data(grid: RoutingGrid, widgets: dict[str, Widget]) -> dict[str, Any
 
 
 def draw_all(paths: Sequence[Path], folder: Path) -> None:
-    """Draw the frames of notebooks into a folder, several notebooks at a time."""
+    """Draw the frames of notebooks into a folder, each notebook in a process of its own, several at a time."""
     folder.mkdir(parents=True)
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(draw, paths, itertools.repeat(folder)))
-
-
-def draw(path: Path, folder: Path) -> None:
-    """Draw every state of a notebook's controls into a folder, and list the frames of each `explore` there."""
-    read = nbformat.read(path, as_version=4)
-    sources = needed_cells([cell.source for cell in read.cells if cell.cell_type == "code"])
-    first = f"from moeblaze_ref.course.site import frames\nframes.record({path.stem!r}, {str(folder)!r})"
-    cells = [nbformat.v4.new_code_cell(source) for source in (first, *sources)]
-    execute(nbformat.v4.new_notebook(cells=cells, metadata=read.metadata), path.parent)
+    forked = multiprocessing.get_context("fork")  # with what is imported here
+    with forked.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+        pool.starmap(draw, [(path, folder) for path in paths], chunksize=1)
 
 
 def listed(name: str, folder: Path) -> list[dict[str, Any]]:
