@@ -154,7 +154,7 @@ function paint(svg, { box, cells, texts }) {
 // The buttons: a row a token, a column an expert; a button shows the slot of its expert.
 function buttonsOf({ choices, E }, colors, choose) {
   const table = document.createElement("div");
-  table.className = "routing";
+  table.className = "buttons";
   table.style.gridTemplateColumns = `5em repeat(${E}, 2.6em)`;
   const write = (text) => table.appendChild(document.createElement("span")).append(text);
   ["", ...range(E).map((expert) => `e${expert}`)].forEach(write);

@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import os
 import symtable
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import nbformat
 from IPython.core.interactiveshell import InteractiveShell
 from ipywidgets import Dropdown, Widget
+from traitlets.config import Config
 
 from moeblaze_ref.course import notebook
 from moeblaze_ref.course.notebook import controls, outputs
@@ -32,7 +34,7 @@ from moeblaze_ref.course.notebook.routing import zipf_choices
 from moeblaze_ref.memory.plots import VERMILLION
 
 MAX_STATES = 10  # of the controls of a picture: above, one moves at a time, and a long slider loses positions
-MIN_POSITIONS = 3  # of a control, however many there are
+MIN_POSITIONS = 3  # of a slider, however many controls there are
 FOLDER = "_frames"  # of the site
 
 
@@ -41,24 +43,32 @@ FOLDER = "_frames"  # of the site
 
 def needed_cells(sources: Sequence[str]) -> list[str]:
     """Return the code cells that call `explore`, and those above them that define a name which these use."""
-    chosen: list[str] = []
-    missing: set[str] = set()
-    for source in reversed(sources):
-        defined, used = _names(source)
-        if "explore(" in source or defined & missing:
-            chosen.insert(0, source)
-            missing = (missing - defined) | used
-    return chosen
+    found = list(map(_names, sources))
+    late: set[str] = set()  # what functions of the chosen cells read: when they are called, so any definition counts
+    while True:
+        chosen: list[int] = []
+        missing: set[str] = set()
+        for number in reversed(range(len(sources))):
+            defined, used, _ = found[number]
+            if "explore(" in sources[number] or defined & missing:
+                chosen.insert(0, number)
+                missing = (missing - defined) | used | late
+        read = set().union(*(found[number][2] for number in chosen))
+        if read <= late:
+            return [sources[number] for number in chosen]
+        late |= read
 
 
-def _names(source: str) -> tuple[set[str], set[str]]:
-    """Names that a cell defines, and names that it or a function in it reads from the notebook."""
+def _names(source: str) -> tuple[set[str], set[str], set[str]]:
+    """Names that a cell defines, that it reads, and that a function in it reads from the notebook."""
     code = "\n".join(line for line in source.splitlines() if not line.startswith("%"))
     top = symtable.symtable(code, "cell", "exec")
     defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     inner = [symbol for table in _below(top) for symbol in table.get_symbols() if symbol.is_global()]
-    used = {symbol.get_name() for symbol in [*top.get_symbols(), *inner] if symbol.is_referenced()}
-    return defined, used
+    used, late = (
+        {symbol.get_name() for symbol in symbols if symbol.is_referenced()} for symbols in (top.get_symbols(), inner)
+    )
+    return defined, used, late
 
 
 def _below(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
@@ -82,13 +92,16 @@ def all_positions(control: Widget) -> tuple[list[tuple[str, Any]], int]:
 
 
 def positions(control: Widget, most: int) -> tuple[list[tuple[str, Any]], int]:
-    """Return at most so many of `all_positions`, the one that the control has among them.
+    """Return positions of a control, and the number of the one that it has.
 
-    Of a longer list it is every second, third, ... position.
+    All entries of a list. Of a slider so many, from end to end, and the one that it has.
     """
     pairs, start = all_positions(control)
-    stride = math.ceil(len(pairs) / most)
-    return pairs[start % stride :: stride], start // stride
+    last = len(pairs) - 1
+    if isinstance(control, Dropdown) or last < most:
+        return pairs, start
+    chosen = sorted({start, *(round(number * last / (most - 1)) for number in range(most))})
+    return [pairs[number] for number in chosen], chosen.index(start)
 
 
 def states(counts: Sequence[int], start: Sequence[int]) -> list[tuple[int, ...]]:
@@ -130,8 +143,9 @@ def draw(path: Path, folder: Path) -> None:
 
     notebook.explore = controls.explore = explore
     os.chdir(path.parent)
-    shell = Shell.instance()
-    with contextlib.redirect_stdout(io.StringIO()):
+    no_history = Config({"HistoryManager": {"enabled": False}})
+    with tempfile.TemporaryDirectory() as home, contextlib.redirect_stdout(io.StringIO()):
+        shell = Shell.instance(config=no_history, ipython_dir=home)
         shell.run_line_magic("matplotlib", "inline")
         prepare_pictures()
         for source in needed_cells([cell.source for cell in cells if cell.cell_type == "code"]):
