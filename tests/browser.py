@@ -75,12 +75,17 @@ RAN = """() => {
     return prompts.some(text => /\\d/.test(text)) && !prompts.some(text => text.includes("*"));
 }"""
 
-# Lines of code that JupyterLab or the site breaks or cuts: of cells because they are too long, of shown source ever.
-BROKEN_LINES = """() => [
+# What JupyterLab or the site breaks or cuts: lines of shown source, cells that are too wide, tables that do not scroll.
+CUT = """() => [
     ...[...document.querySelectorAll(".jp-OutputArea-output.jp-RenderedMarkdown pre code")].filter(
         shown => getComputedStyle(shown).whiteSpace !== "pre"),
     ...[...document.querySelectorAll(".jp-CodeCell .cm-scroller, .cell_input pre")].filter(
         cell => cell.scrollWidth > cell.clientWidth),
+    ...[...document.querySelectorAll(".jp-RenderedMarkdown table, article table")].filter(table => {
+        const holder = table.closest(".jp-RenderedMarkdown, .table-wrapper, .highlight");
+        return !(holder && getComputedStyle(holder).overflowX === "auto") && table.scrollWidth > table.closest(
+            ".jp-RenderedMarkdown, article").clientWidth;
+    }),
 ].map(found => found.textContent)"""
 IS_LAST = """slider => slider.type === "range" ? slider.value === slider.max
     : slider.getAttribute("aria-valuenow") === slider.getAttribute("aria-valuemax")"""

@@ -136,7 +136,7 @@ function paint(svg, { box, cells, texts }) {
   svg.setAttribute("viewBox", box.join(" "));
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", texts.map(({ text }) => text).join(", "));
-  svg.style.maxWidth = `${2 * box[2]}em`;
+  svg.style.maxWidth = `${1.6 * box[2]}em`;
   const write = ({ x, y, text, anchor = "middle", bold, color = "black" }) => add(svg, "text", {
     x, y, fill: color, "text-anchor": anchor, "font-weight": bold ? "bold" : "normal" }, text);
   for (const { x, y, width, height, face, edge, text, hatched, crossed } of cells) {

@@ -178,7 +178,7 @@ def test_controls_move_their_pictures_from_the_disk(built, tmp_path):
         for name in NOTEBOOKS:
             page.goto((built[2] / "notebooks" / f"{name}.html").as_uri())
             expect(page.get_by_text(outputs.NOTE)).to_have_count(0)
-            assert page.evaluate(browser.BROKEN_LINES) == []
+            assert page.evaluate(browser.CUT) == []
             listed = frames.listed(name, built[2] / frames.FOLDER)
             for controls, data in zip(page.locator(".controls").all(), listed, strict=True):
                 if "frames" in data:
