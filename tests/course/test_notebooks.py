@@ -168,7 +168,7 @@ def test_pictures_are_on_paper_that_does_not_glare(executed):
     shown = [output for cell in ran.cells if cell.cell_type == "code" for output in cell.outputs]
     pngs = [output["data"]["image/png"] for output in shown if "image/png" in output.get("data", {})]
     corners = {Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").getpixel((0, 0)) for png in pngs}
-    assert corners == {tuple(round(255 * part) for part in to_rgb(pictures.PAPER["figure.facecolor"]))}
+    assert corners == {tuple(round(255 * part) for part in to_rgb(pictures.PAPER))}
 
 
 def test_the_kernel_is_this_very_python():

@@ -218,11 +218,13 @@ def test_a_frame_is_what_the_kernels_function_draws(built):
                 memory_bars(**asked)
             continue
         again = io.BytesIO()
-        with matplotlib.rc_context(PAPER):
+        with matplotlib.rc_context({"figure.facecolor": PAPER, "axes.facecolor": PAPER}):
             figure = memory_bars(**asked)
             figure.savefig(again, bbox_inches="tight")
         assert shown["alt"] == alt_text(figure)
-        one, other = (np.asarray(Image.open(file).convert("RGB"), float) for file in (again, folder / shown["picture"]))
+        one, other = (
+            np.asarray(Image.open(file).convert("RGBA"), float) for file in (again, folder / shown["picture"])
+        )
         assert one.shape == other.shape and abs(one - other).mean() < 4
 
 

@@ -6,7 +6,7 @@ import matplotlib
 from IPython import get_ipython
 from matplotlib.figure import Figure
 
-PAPER = dict.fromkeys(("figure.facecolor", "axes.facecolor"), "#EEEDE8")  # below black ink, on light and dark pages
+PAPER = "#EEEDE8"  # below black ink, on light and dark pages
 MOST_NAMES = 12  # of an axis: a longer list is cut
 
 
@@ -55,7 +55,7 @@ def prepare_pictures() -> None:
     shell = get_ipython()
     if shell is None:
         return
-    matplotlib.rcParams.update(PAPER)
+    matplotlib.rcParams["figure.facecolor"] = matplotlib.rcParams["axes.facecolor"] = PAPER
     formatter = shell.display_formatter.formatters["image/png"]
     try:
         draw = formatter.lookup_by_type(Figure)

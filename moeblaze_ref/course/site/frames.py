@@ -179,7 +179,9 @@ def frame(picture: Callable[..., Any], values: dict[str, Any], folder: Path) -> 
         shown = picture(**values)
     except ValueError as error:
         return {"message": str(error)}
-    data, metadata = Shell.instance().display_formatter.format(shown)
+    formatter = Shell.instance().display_formatter
+    assert formatter  # which every shell has
+    data, metadata = formatter.format(shown)
     png = outputs.small(base64.b64decode(data["image/png"]))
     name = f"{hashlib.sha256(png).hexdigest()[:16]}.png"
     (folder / name).write_bytes(png)
