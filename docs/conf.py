@@ -40,6 +40,7 @@ default_role = "literal"  # `name` in a docstring is code, as in Markdown
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["controls.js", "frames.js", "routing.js"]
 html_copy_source = False
 html_show_sphinx = html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}

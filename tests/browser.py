@@ -75,6 +75,21 @@ RAN = """() => {
     return prompts.some(text => /\\d/.test(text)) && !prompts.some(text => text.includes("*"));
 }"""
 
+# What JupyterLab or the site breaks or cuts: lines of shown source, cells that are too wide, tables that do not scroll.
+CUT = """() => [
+    ...[...document.querySelectorAll(".jp-OutputArea-output.jp-RenderedMarkdown pre code")].filter(
+        shown => getComputedStyle(shown).whiteSpace !== "pre"),
+    ...[...document.querySelectorAll(".jp-CodeCell .cm-scroller, .cell_input pre")].filter(
+        cell => cell.scrollWidth > cell.clientWidth),
+    ...[...document.querySelectorAll(".jp-RenderedMarkdown table, article table")].filter(table => {
+        const holder = table.closest(".jp-RenderedMarkdown, .table-wrapper, .highlight");
+        return !(holder && getComputedStyle(holder).overflowX === "auto") && table.scrollWidth > table.closest(
+            ".jp-RenderedMarkdown, article").clientWidth;
+    }),
+].map(found => found.textContent)"""
+IS_LAST = """slider => slider.type === "range" ? slider.value === slider.max
+    : slider.getAttribute("aria-valuenow") === slider.getAttribute("aria-valuemax")"""
+
 # What a reader sees of an ``explore``: the texts of its controls in their order, its picture, and else its message.
 SEEN = """explorer => ({
     controls: [...explorer.querySelectorAll(".widget-readout, select, .jupyter-button")].map(control =>
@@ -196,18 +211,17 @@ def drive(explorer: Locator, number: int, ask: Callable[[str], Any], states: int
             chance.choice(free).click()
         else:
             moving = explorer.locator(".noUi-handle, select:has(option:nth-child(2))").all()
-            _move(moving[turn % len(moving)])
+            move(moving[turn % len(moving)])
         seen = _wait_for(explorer, number, ask, seen, hangs)
 
 
-def _move(control: Locator) -> None:
+def move(control: Locator) -> None:
     """Move a slider by a key, a list to its next entry."""
     if control.evaluate("control => control.tagName") == "SELECT":
         chosen, options = control.evaluate("control => [control.selectedIndex, control.length]")
         control.select_option(index=(chosen + 1) % options)
         return
-    now, last = (control.get_attribute(f"aria-value{name}") for name in ("now", "max"))
-    control.press("ArrowLeft" if now == last else "ArrowRight")
+    control.press("ArrowLeft" if control.evaluate(IS_LAST) else "ArrowRight")
 
 
 def _wait_for(explorer: Locator, number: int, ask: Callable[[str], Any], before: Any, hangs: int) -> Any:
@@ -245,6 +259,29 @@ CONTRAST = """() => {
     });
     return {dark: text > paper, ratio: Math.max(text / paper, paper / text)};
 }"""
+
+# The texts of the controls above a picture of the site, and the picture once it is loaded, or the message in its place.
+FRAME = """async controls => {
+    const picture = controls.parentElement.querySelector("img");
+    const message = picture.nextElementSibling;
+    if (!picture.hidden) await picture.decode();
+    return {
+        labels: [...controls.querySelectorAll("label")].map(label =>
+            label.querySelector("select")?.selectedOptions[0].textContent ?? label.querySelector("output").textContent),
+        picture: picture.hidden ? null : picture.src.split("/").at(-1),
+        alt: picture.hidden ? null : picture.alt,
+        message: message.hidden ? null : message.textContent,
+    };
+}"""
+# What the script of the site has drawn: cells, texts, and how many strokes lie over cells.
+DRAWN = """svg => ({
+    cells: [...svg.querySelectorAll("rect")].map(cell => [
+        ...["x", "y", "width", "height"].map(name => Number(cell.getAttribute(name))),
+        cell.getAttribute("fill").toLowerCase(), cell.getAttribute("stroke").toLowerCase()]),
+    texts: [...svg.querySelectorAll("text")].map(text =>
+        [...["x", "y"].map(name => Number(text.getAttribute(name))), text.textContent]),
+    strokes: svg.querySelectorAll("path").length,
+})"""
 
 
 class _Quiet(SimpleHTTPRequestHandler):

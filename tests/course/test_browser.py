@@ -33,6 +33,7 @@ def test_a_notebook_runs_and_its_controls_move_their_pictures(name, tmp_path):
     with browser.jupyterlab(tmp_path) as lab, browser.opened(tmp_path) as page:
         browser.run_all(page, lab, "read.ipynb")
         browser.check_outputs(page, len(code), pictures)
+        assert page.evaluate(browser.CUT) == []
         explorers = page.locator(".widget-interact")
         expect(explorers).to_have_count(sum(cell.source.count("explore(") for cell in code))
         with browser.asking_kernel(tmp_path) as ask:

@@ -23,7 +23,7 @@ import torch
 from helpers import assert_told_apart_in_grey
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgba
+from matplotlib.colors import to_rgb, to_rgba
 from matplotlib.figure import Figure
 from once import made_once
 from PIL import Image
@@ -161,6 +161,14 @@ def test_every_picture_is_said_in_words(executed):
     for output in [*shown, *sum(slider_outputs(ran), [])]:
         if "image/png" in output.get("data", {}):
             assert len(output["metadata"]["image/png"]["alt"]) > 20, output["metadata"]
+
+
+def test_pictures_are_on_paper_that_does_not_glare(executed):
+    _, ran = executed
+    shown = [output for cell in ran.cells if cell.cell_type == "code" for output in cell.outputs]
+    pngs = [output["data"]["image/png"] for output in shown if "image/png" in output.get("data", {})]
+    corners = {Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").getpixel((0, 0)) for png in pngs}
+    assert corners == {tuple(round(255 * part) for part in to_rgb(pictures.PAPER))}
 
 
 def test_the_kernel_is_this_very_python():
@@ -356,6 +364,14 @@ def test_a_settled_notebook_stays_as_it_is():
     once = outputs.settled(said("1", tags=[outputs.VARIES], execution={"started": "now"}))
     assert once.metadata == METADATA and once.cells[0].metadata == {"tags": [outputs.VARIES]}
     assert outputs.settled(once) == once
+
+
+def test_the_style_of_shown_source_is_for_the_screen_alone():
+    shown = nbformat.v4.new_output("display_data", {"text/markdown": show_source(reference.route_indices).data})
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[shown])])
+    (kept,) = outputs.settled(notebook).cells[0].outputs
+    assert kept.data["text/markdown"] + sources.STYLE == shown.data["text/markdown"]
+    assert kept.data["text/markdown"].endswith("```")
 
 
 def test_pictures_are_made_small_once():

@@ -1,11 +1,13 @@
 """The site is built without a warning, none of its links leads nowhere, and its pages say what the code does."""
 
 import ast
-import fcntl
 import functools
 import html
+import inspect
+import io
+import itertools
 import json
-import os
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -13,33 +15,41 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import browser
+import matplotlib
 import nbformat
+import numpy as np
 import processes
 import pytest
 from helpers import unmarked
+from ipywidgets import FloatSlider, IntSlider
+from matplotlib.colors import to_hex
+from once import made_once
+from PIL import Image
 from playwright.sync_api import expect
 
 from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.core.records import read
 from moeblaze_ref.course.exercises.sheets import SHEETS
-from moeblaze_ref.course.site import extension, glossary, records, sources
+from moeblaze_ref.course.notebook import outputs
+from moeblaze_ref.course.notebook.explorer import RoutingGrid, routing_picture
+from moeblaze_ref.course.notebook.memory import memory_bars
+from moeblaze_ref.course.notebook.pictures import PAPER, alt_text
+from moeblaze_ref.course.site import extension, frames, glossary, records, sources
 from moeblaze_ref.course.site import path as course_path
+from moeblaze_ref.verify.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """(exit status, what was complained of, the folder of the site), built once for all processes of the tests."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all processes
-    site, ended = folder / "site", folder / "site.json"
-    with open(folder / "site.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not ended.exists():  # a process of its own, since Sphinx leaves it changed
-            command = [sys.executable, "-m", "moeblaze_ref.course.site.build", site]
-            run = processes.run(command, cwd=ROOT)
-            ended.write_text(json.dumps([run.returncode, run.stderr]))
-    return (*json.loads(ended.read_text()), site)
+
+    def build():  # by a process of its own, since Sphinx leaves it changed
+        site = tmp_path_factory.mktemp("built") / "site"
+        run = processes.run([sys.executable, "-m", "moeblaze_ref.course.site.build", site], cwd=ROOT)
+        return json.dumps([run.returncode, run.stderr, str(site)])
+
+    status, complaints, site = json.loads(made_once(tmp_path_factory, "site.json", build))
+    return status, complaints, Path(site)
 
 
 ANCHOR = re.compile(r'\b(?:id|name)="([^"]*)"')
@@ -103,6 +113,13 @@ def test_tables_in_outputs_are_tables(built):
     assert page.count("<table") > 5 and "<p>| " not in page
 
 
+def test_every_picture_has_a_text(built):
+    """It is a phrase, and names no file."""
+    found = [image for path in built[2].rglob("*.html") for image in re.findall(r"<img\b[^>]*>", path.read_text())]
+    texts = [re.search(r'alt="([^"]*)"', image)[1] for image in found if "toggler" not in image]
+    assert len(texts) > 100 and [text for text in texts if len(text) < 25 or re.search(r"\.(png|svg)$", text)] == []
+
+
 def test_a_reader_finds_a_word_and_follows_every_link(built, tmp_path):
     with browser.served(built[2]) as site, browser.opened(tmp_path) as page:
         complaints = browser.complaints(page)
@@ -126,6 +143,133 @@ def test_it_is_legible_by_day_and_by_night(built, tmp_path, scheme):
         page.goto(f"{site}docs/index.html")
         found = page.evaluate(browser.CONTRAST)
         assert found["dark"] == (scheme == "dark") and found["ratio"] > 7, found
+
+
+# Controls ------------------------------------------------------------------------------------------------------------
+
+NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+STATES = 10  # of the controls of each picture
+
+
+def first_pictures(name):
+    """The texts of the pictures below the notes of a committed notebook; None where they depend on the processor."""
+    for cell in nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells:
+        shown = cell.get("outputs", [])
+        for note, picture in itertools.pairwise(shown):
+            if note.get("data", {}).get("text/plain", "").startswith(f"*{outputs.NOTE}"):
+                varies = outputs.VARIES in cell.metadata.get("tags", [])
+                yield None if varies else picture.metadata["image/png"]["alt"]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_frames_begin_with_the_committed_picture(built, name):
+    listed = frames.listed(name, built[2] / frames.FOLDER)
+    for data, text in zip(listed, first_pictures(name), strict=True):
+        if "frames" in data and text is not None:
+            start = ",".join(str(control["start"]) for control in data["controls"])
+            assert outputs.same(data["frames"][start]["alt"], text)
+
+
+def test_controls_move_their_pictures_from_the_disk(built, tmp_path):
+    """Without a kernel, a server or a network: each shows the frame of the state that its controls have."""
+    with browser.opened(tmp_path) as page:
+        page.context.set_offline(True)
+        complaints = browser.complaints(page)
+        for name in NOTEBOOKS:
+            page.goto((built[2] / "notebooks" / f"{name}.html").as_uri())
+            expect(page.get_by_text(outputs.NOTE)).to_have_count(0)
+            assert page.evaluate(browser.CUT) == []
+            listed = frames.listed(name, built[2] / frames.FOLDER)
+            for controls, data in zip(page.locator(".controls").all(), listed, strict=True):
+                if "frames" in data:
+                    seen = list(drive(controls, data))
+                    assert len({shown["picture"] or shown["message"] for shown in seen}) > 1
+        assert not complaints, "\n".join(complaints)
+
+
+def drive(controls, data):
+    """Move the controls of a picture, one after another; what is seen after each is the frame of what they say."""
+    inputs = controls.locator("input, select").all()
+    for turn in range(STATES):
+        browser.move(inputs[turn % len(inputs)])
+        seen = controls.evaluate(browser.FRAME)
+        named = zip(data["controls"], seen["labels"], strict=True)
+        state = ",".join(str(control["labels"].index(label)) for control, label in named)
+        shown = {name: data["frames"][state].get(name) for name in ("picture", "alt", "message")}
+        assert seen == shown | {"labels": seen["labels"]}
+        yield seen
+
+
+def test_a_frame_is_what_the_kernels_function_draws(built):
+    folder = built[2] / frames.FOLDER
+    names = list(inspect.signature(memory_bars).parameters)
+    (data,) = (
+        data
+        for data in frames.listed("00_memory_wall", folder)
+        if [control["name"] for control in data["controls"]] == names
+    )
+    assert len(data["frames"]) >= STATES
+    for state, shown in itertools.islice(data["frames"].items(), STATES):
+        labels = [control["labels"][int(at)] for control, at in zip(data["controls"], state.split(","), strict=True)]
+        values = [label if re.search("[a-z]", label) else int(label.replace(",", "")) for label in labels]
+        asked = dict(zip(names, values, strict=True))
+        if "message" in shown:
+            with pytest.raises(ValueError, match=re.escape(shown["message"])):
+                memory_bars(**asked)
+            continue
+        again = io.BytesIO()
+        with matplotlib.rc_context({"figure.facecolor": PAPER, "axes.facecolor": PAPER}):
+            figure = memory_bars(**asked)
+            figure.savefig(again, bbox_inches="tight")
+        assert shown["alt"] == alt_text(figure)
+        one, other = (
+            np.asarray(Image.open(file).convert("RGBA"), float) for file in (again, folder / shown["picture"])
+        )
+        assert one.shape == other.shape and abs(one - other).mean() < 4
+
+
+def test_the_explorer_is_the_kernels(built, tmp_path):
+    """Clicks and sliders give the choices that they give in a notebook, and every cell and text of the picture."""
+    chance = random.Random(0)
+    grid = RoutingGrid(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
+    sliders = {slider.description: slider for slider in grid.children[:-1]}
+    sliders |= {"capacity_factor": FloatSlider(value=1.0), "block": IntSlider(value=2)}
+    with browser.opened(tmp_path) as page:
+        page.goto((built[2] / "notebooks" / f"{SECOND}.html").as_uri())
+        explorer = page.locator(".controls:has(button)")
+        pictures = page.locator(".cell_output:has(button) > svg").all()
+        for turn in range(2 * STATES):
+            free = [button for button in explorer.locator("button").all() if not button.text_content()]
+            if free and turn % 3:
+                button = chance.choice(free)
+                grid.choose(*map(int, re.findall(r"\d+", button.get_attribute("title"))))
+                button.click()
+            else:
+                label = explorer.locator("label").nth(turn // 3 % len(sliders))
+                browser.move(label.locator("input"))
+                *_, slider = (slider for name, slider in sliders.items() if label.text_content().startswith(name))
+                slider.value = type(slider.value)(label.locator("output").text_content())
+            figure = routing_picture(grid.value, sliders["capacity_factor"].value, sliders["block"].value)
+            assert [in_order(picture.evaluate(browser.DRAWN)) for picture in pictures] == list(map(drawn, figure.axes))
+
+
+def drawn(axes):
+    """The cells and texts of a picture of matplotlib, and how many strokes lie over its cells."""
+    cells = [
+        [*cell.get_bbox().bounds, to_hex(cell.get_facecolor()), to_hex(cell.get_edgecolor())] for cell in axes.patches
+    ]
+    texts = [[*map(float, text.get_position()), text.get_text()] for text in axes.texts]
+    strokes = len(axes.lines) + sum(bool(cell.get_hatch()) for cell in axes.patches)
+    return in_order({"cells": cells, "texts": texts, "strokes": strokes})
+
+
+def in_order(picture):
+    """Cells and texts sorted, their places rounded: one program draws other ones first."""
+
+    def rounded(part):
+        return [round(value, 6) if isinstance(value, int | float) else value for value in part]
+
+    return picture | {name: sorted(map(rounded, picture[name])) for name in ("cells", "texts")}
 
 
 FAULTY = """

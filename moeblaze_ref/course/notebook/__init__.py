@@ -5,9 +5,9 @@ Imported by notebooks alone: it needs IPython and ipywidgets, which the rest of 
 
 from moeblaze_ref.course.notebook.controls import doubling, explore, play, progress, track
 from moeblaze_ref.course.notebook.markdown import bullets, table
-from moeblaze_ref.course.notebook.pictures import describe_pictures
+from moeblaze_ref.course.notebook.pictures import prepare_pictures
 from moeblaze_ref.course.notebook.sources import show_kernel, show_source
 
 __all__ = ["bullets", "doubling", "explore", "play", "progress", "show_kernel", "show_source", "table", "track"]
 
-describe_pictures()
+prepare_pictures()

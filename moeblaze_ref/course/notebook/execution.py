@@ -54,7 +54,8 @@ class _ThisPython(AsyncKernelManager):
 
     client_factory = _WatchfulClient
     kernel_spec = KernelSpec(
-        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], **METADATA["kernelspec"]
+        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"],
+        **METADATA["kernelspec"],
     )
 
 

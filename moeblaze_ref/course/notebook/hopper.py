@@ -23,7 +23,7 @@ from moeblaze_ref.core.units import GB
 from moeblaze_ref.course.notebook.dispatch import PALE
 from moeblaze_ref.course.notebook.gemm import edited
 from moeblaze_ref.course.notebook.markdown import bullets, table
-from moeblaze_ref.course.notebook.sources import defined, definition
+from moeblaze_ref.course.notebook.sources import block, defined, definition, shown
 from moeblaze_ref.memory.accounting import uniform_counts
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, behind, filled
 from moeblaze_ref.runtime import ceil_div
@@ -278,7 +278,7 @@ def show_ring(*functions: str) -> Markdown:
     for function in functions:
         checks.check_name("function of ring.cu", function, defined(text))
     code = "\n\n".join(definition(text, name) for name in functions)
-    return Markdown(f"`moeblaze_ref/course/notebook/{RING.name}`\n```c++\n{code}\n```")
+    return shown(block("c++", f"moeblaze_ref/course/notebook/{RING.name}", code))
 
 
 # Who holds what of a product ------------------------------------------------------------------------------------------

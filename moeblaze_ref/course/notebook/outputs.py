@@ -21,12 +21,14 @@ from PIL import Image
 
 from moeblaze_ref.core import records
 from moeblaze_ref.core.paths import ROOT
+from moeblaze_ref.course.notebook import sources
 from moeblaze_ref.course.notebook.execution import METADATA, execute
 
 NOTEBOOKS = ROOT / "notebooks"
 MAX_BYTES = 1_000_000  # of a file
 VARIES = "varies"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+NOTE = "Run the notebook to move this: "
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 # Another processor adds in another order: decimals may differ by this share of themselves, or be both as small as that.
@@ -42,8 +44,11 @@ def settled(ran: NotebookNode) -> NotebookNode:
         cell.metadata = NotebookNode({name: value for name, value in cell.metadata.items() if name == "tags"})
         if cell.cell_type == "code":
             outputs = [part for output in cell.outputs for part in _without_widgets(output, models)]
-            for shown in (output.data for output in outputs if "image/png" in output.get("data", {})):
-                shown["image/png"] = base64.b64encode(_small(base64.b64decode(shown["image/png"]))).decode()
+            for shown in (output.data for output in outputs if "data" in output):
+                if "image/png" in shown:
+                    shown["image/png"] = base64.b64encode(small(base64.b64decode(shown["image/png"]))).decode()
+                if "text/markdown" in shown:
+                    shown["text/markdown"] = shown["text/markdown"].removesuffix(sources.STYLE)
             cell.outputs = outputs
     return copy
 
@@ -66,7 +71,7 @@ def _without_widgets(output: NotebookNode, models: dict[str, Any]) -> Iterator[N
     shown = [nbformat.from_dict(drawn) for model in tree for drawn in _shown(model)]
     if shown:
         controls = ", ".join(filter(None, map(_setting, tree)))
-        note = f"*Run the notebook to move this: {controls}.*"
+        note = f"*{NOTE}{controls}.*"
         yield nbformat.v4.new_output("display_data", {"text/markdown": note, "text/plain": note})
         yield from shown
 
@@ -100,7 +105,7 @@ def _setting(model: dict[str, Any]) -> str:
 # Pictures ------------------------------------------------------------------------------------------------------------
 
 
-def _small(png: bytes) -> bytes:
+def small(png: bytes) -> bytes:
     """A picture in at most 256 colours."""
     picture = Image.open(io.BytesIO(png))
     if picture.mode == "P":  # it has been here before
@@ -123,7 +128,7 @@ def differences(committed: NotebookNode, again: NotebookNode) -> Iterator[str]:
     for one, other in zip(committed.cells, again.cells, strict=True):
         if one.cell_type == "code" and VARIES not in one.metadata.get("tags", []):
             said, says = list(_words(one)), list(_words(other))
-            if len(said) != len(says) or not all(map(_same, said, says)):
+            if len(said) != len(says) or not all(map(same, said, says)):
                 yield f"cell {one.id} said {said}, and says {says}; run `make notebooks`"
 
 
@@ -137,7 +142,7 @@ def _words(cell: NotebookNode) -> Iterator[str]:
             yield output.metadata["image/png"]["alt"]
 
 
-def _same(one: str, other: str) -> bool:
+def same(one: str, other: str) -> bool:
     """Return True if two texts are equal up to the rounding of their decimals."""
     numbers, others = _NUMBER.findall(one), _NUMBER.findall(other)
     return _NUMBER.sub("#", one) == _NUMBER.sub("#", other) and all(map(_close, numbers, others))

@@ -1,10 +1,12 @@
-"""Alternative texts of pictures, for readers who cannot see them."""
+"""How notebooks show pictures: on paper that does not glare on a dark page, with texts for who cannot see them."""
 
 import re
 
+import matplotlib
 from IPython import get_ipython
 from matplotlib.figure import Figure
 
+PAPER = "#EEEDE8"  # below black ink, on light and dark pages
 MOST_NAMES = 12  # of an axis: a longer list is cut
 
 
@@ -43,14 +45,17 @@ def _of_legend(legend):
     return "legend: " + ", ".join(text.get_text() for text in legend.get_texts())
 
 
-def describe_pictures() -> None:
-    """From now on, figures that IPython shows as PNG carry their `alt_text`; outside of IPython nothing happens.
+def prepare_pictures() -> None:
+    """From now on, figures are on `PAPER`, and those that IPython shows as PNG carry their `alt_text`.
 
-    It is found where nbconvert looks for it: as ``alt`` in the metadata of the picture.
+    Outside of IPython nothing happens.
+
+    The text is found where nbconvert looks for it: as ``alt`` in the metadata of the picture.
     """
     shell = get_ipython()
     if shell is None:
         return
+    matplotlib.rcParams["figure.facecolor"] = matplotlib.rcParams["axes.facecolor"] = PAPER
     formatter = shell.display_formatter.formatters["image/png"]
     try:
         draw = formatter.lookup_by_type(Figure)

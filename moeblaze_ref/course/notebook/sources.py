@@ -15,23 +15,31 @@ from moeblaze_ref.core.paths import PACKAGE
 from moeblaze_ref.runtime.simt.executor import LaunchReport
 from moeblaze_ref.runtime.source import kernel_text
 
+# JupyterLab breaks long lines of shown source without it.
+STYLE = "\n\n<style>.jp-RenderedMarkdown pre, .jp-RenderedMarkdown pre code { white-space: pre !important }</style>"
 _DOCSTRING_SECTIONS = re.compile(r'\n\s*\n *\w+\n *-{3,}\n.*?(?=""")', re.DOTALL)
 
 
 def show_source(*functions: Callable) -> Markdown:
     """Python functions and classes as their files have them; of a docstring, only the prose before its sections."""
-    return Markdown("\n\n".join(map(_python_block, functions)))
+    return shown(*map(_python_block, functions))
 
 
 def _python_block(function):
     function = inspect.unwrap(function)  # a Numba kernel wraps its Python function
     source, first = textwrap.dedent(inspect.getsource(function)), inspect.getsourcelines(function)[1]
     path = Path(inspect.getsourcefile(function) or "").relative_to(PACKAGE.parent).as_posix()
-    return _block("python", f"{path}, line {first}", _DOCSTRING_SECTIONS.sub("", source, count=1))
+    return block("python", f"{path}, line {first}", _DOCSTRING_SECTIONS.sub("", source, count=1))
 
 
-def _block(language, caption, code):
+def block(language: str, caption: str, code: str) -> str:
+    """Return a block of source in Markdown, below its caption."""
     return f"`{caption}`\n```{language}\n{code.rstrip()}\n```"
+
+
+def shown(*blocks: str) -> Markdown:
+    """Blocks of source, one below the other. Their long lines scroll."""
+    return Markdown("\n\n".join(blocks) + STYLE)
 
 
 def show_kernel(file: str, *functions: str) -> Markdown:
@@ -44,7 +52,7 @@ def show_kernel(file: str, *functions: str) -> Markdown:
     """
     text = kernel_text(file)
     blocks = [definition(text, name) for name in functions] or [kernel_header(file)]
-    return Markdown("\n\n".join(_cuda_block(file, text, code) for code in blocks))
+    return shown(*(_cuda_block(file, text, code) for code in blocks))
 
 
 def show_difference(function: str, before: str, after: str) -> Markdown:
@@ -57,12 +65,12 @@ def show_difference(function: str, before: str, after: str) -> Markdown:
     """
     old, new = (definition(kernel_text(file), function).splitlines() for file in (before, after))
     lines = list(difflib.unified_diff(old, new, n=len(old) + len(new), lineterm=""))[3:]  # less its own header
-    return Markdown(_block("diff", f"{function}: kernels_cuda/{before} -> kernels_cuda/{after}", "\n".join(lines)))
+    return shown(block("diff", f"{function}: kernels_cuda/{before} -> kernels_cuda/{after}", "\n".join(lines)))
 
 
 def _cuda_block(file, text, code):
     first = text[: text.index(code)].count("\n") + 1
-    return _block("c++", f"kernels_cuda/{file}, line {first}", code)
+    return block("c++", f"kernels_cuda/{file}, line {first}", code)
 
 
 def defined(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from sphinx.cmd.build import main as sphinx
 
 from moeblaze_ref.core.paths import ROOT
-from moeblaze_ref.course.site import api, glossary
+from moeblaze_ref.course.site import api, frames, glossary
 
 SITE = ROOT / "build" / "site"
 # What a reader meets on the site as it stands in the repository.
@@ -68,6 +68,7 @@ def build(site: Path = SITE) -> int:
     for folder in (site, doctrees):
         shutil.rmtree(folder, ignore_errors=True)
     gather(pages)
+    frames.draw_all(sorted(ROOT.glob("notebooks/*.ipynb")), site / frames.FOLDER)
     strict = ["--fail-on-warning", "--quiet", "--jobs", "auto", "-c", str(ROOT / "docs"), "-d", str(doctrees)]
     status = sphinx([*strict, str(pages), str(site)])
     (site / "index.html").write_text(_TO_HOME)

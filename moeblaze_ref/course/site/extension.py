@@ -1,4 +1,4 @@
-"""Sphinx extension of the site: pages of source files, alternative texts of pictures, plain text in docstrings."""
+"""Sphinx extension of the site: pages of source files, texts and controls of pictures, plain text in docstrings."""
 
 import json
 import re
@@ -9,7 +9,8 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
-from moeblaze_ref.course.site import sources
+from moeblaze_ref.course.notebook import outputs
+from moeblaze_ref.course.site import frames, sources
 
 _RULE = re.compile(r"-{3,}$")  # under the title of a numpydoc section
 _KERNEL_HEADER = re.compile(r"[A-Z][\w ]+ {2,}\S")
@@ -61,6 +62,20 @@ def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
         node["alt"] = text
 
 
+def move_pictures(app: Sphinx, doctree: nodes.document) -> None:
+    """Give the scripts of the page what `frames` has drawn: below each note that a notebook moves a picture."""
+    up = "../" * app.env.docname.count("/")
+    notes = [node for node in doctree.findall(nodes.paragraph) if node.astext().startswith(outputs.NOTE)]
+    if not notes:
+        return
+    shown = frames.listed(Path(app.env.docname).name, app.outdir / frames.FOLDER)
+    for note, data in zip(notes, shown, strict=True):
+        text = json.dumps({"folder": f"{up}{frames.FOLDER}/", **data}).replace("<", "\\u003c")
+        kind = "frames" if "frames" in data else "routing"
+        script = f'<script type="application/json" class="{kind}">{text}</script>'
+        note.parent.insert(note.parent.index(note) + 1, nodes.raw("", script, format="html"))
+
+
 def highlight_kernels(app: Sphinx, doctree: nodes.document) -> None:
     """A cell that holds a CUDA kernel to be checked is no Python."""
     for node in doctree.findall(nodes.literal_block):
@@ -81,6 +96,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("build-finished", sources.write_pages)
     app.connect("doctree-read", unlink_bare_names)
     app.connect("doctree-read", describe_pictures)
+    app.connect("doctree-read", move_pictures)
     app.connect("doctree-read", highlight_kernels)
     app.connect("autodoc-process-docstring", keep_as_typed, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
