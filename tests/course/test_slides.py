@@ -85,11 +85,15 @@ def test_questions_get_a_slide_and_their_answers_are_notes():
 def test_a_picture_ends_a_slide_and_leaves_one_with_a_table():
     table = "| a |\n|---|\n| 1 |"
     picture = {"image/png": "AAAA"}
-    one, two, three = shown_of(cell(f"{table}\n\nIt shows."), cell("", picture), cell("Last."))
+    one, two = shown_of(cell(f"{table}\n\nIt shows."), cell("", picture), cell("Last."))
     assert "<table>" in one.shown[0] and len(one.shown) == 1
-    assert (
-        two.shown[0] == "<p>It shows.</p>\n" and two.shown[1].startswith("<img") and three.shown == ["<p>Last.</p>\n"]
-    )
+    assert two.shown[0] == "<p>It shows.</p>\n" and two.shown[1].startswith("<img")
+    assert two.shown[2] == "<p>Last.</p>\n", "a single paragraph has no slide of its own"
+
+
+def test_a_table_that_is_too_long_goes_with_what_announces_it():
+    long = {"text/markdown": "| a |\n|---|\n" + "| 1 |\n" * 40}
+    assert [one.shown for one in shown_of(cell("Text.\n\nA table:"), cell("", long))] == [["<p>Text.</p>\n"]]
 
 
 def test_long_code_and_words_on_sliders_are_left_out():

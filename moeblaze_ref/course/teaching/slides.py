@@ -26,7 +26,7 @@ _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _HEADING = re.compile(r"^#+ (?:\d+\. )?(.*)$", re.MULTILINE)
 _FOLDED = re.compile(r"<details>\s*<summary><b>(.*?)</b> (.*?)</summary>(.*?)</details>", re.DOTALL)
 _MATH = re.compile(r"(```.*?```|`[^`]*`)|(\$\$.+?\$\$|\$[^$\n]+\$)", re.DOTALL)
-_SENTENCE = re.compile(r"(?<=[.!?])(?:\*\*)?\s+(?=[A-Z`*\[(0-9])")
+_SENTENCE = re.compile(r"(?:`[^`]*`|[^`])+?(?:[.!?]\**(?=\s+[A-Z`*\[(0-9])|$)", re.DOTALL)
 _LARGE = re.compile(r"<(?:table|ul|ol|pre)\b")  # what leaves no room for a picture
 _WHOLE = re.compile(r"(?:[-*|]|\d+\. |```|\$\$)")  # how a list, a table, code and a formula begin
 
@@ -38,12 +38,7 @@ class Slide:
     part: Part
     shown: list[str] = field(default_factory=list)  #: HTML
     notes: list[str] = field(default_factory=list)  #: HTML
-    full: bool = False  #: a picture or a table fills it
-
-    @property
-    def blank(self) -> bool:
-        """Whether it shows nothing."""
-        return not self.shown
+    full: bool = False  #: a picture, a table or questions fill it
 
 
 def section(notebook: NotebookNode, heading: str) -> list[NotebookNode]:
@@ -80,7 +75,20 @@ def slides_of(part: Part, cells: Iterable[NotebookNode]) -> list[Slide]:
             slides.append(Slide(part, *_questions(asked), full=True))
         else:
             _add_text(slides, cell.source)
-    return [slide for slide in slides if not slide.blank]
+    return _joined(slide for slide in slides if slide.shown)
+
+
+def _joined(slides: Iterable[Slide]) -> list[Slide]:
+    """The slides; one with a single paragraph is joined to the one before, unless that asks a question."""
+    joined: list[Slide] = []
+    for slide in slides:
+        short = len(slide.shown) == 1 and slide.shown[0].startswith("<p") and not _LARGE.search(slide.shown[0])
+        if short and joined and "ask" not in joined[-1].shown[0][:20]:
+            joined[-1].shown += slide.shown
+            joined[-1].notes += slide.notes
+        else:
+            joined.append(slide)
+    return joined
 
 
 def _last(slides: list[Slide]) -> Slide:
@@ -94,13 +102,15 @@ def _add_text(slides: list[Slide], source: str) -> None:
     for block in re.split(r"\n\s*\n(?! )", _HEADING.sub("", source).strip()):
         slide = _last(slides)
         whole = _WHOLE.match(block) and not block.startswith("**")
-        slide.shown.append(rendered(block if whole else _SENTENCE.split(block)[0]))
+        slide.shown.append(rendered(block if whole else _SENTENCE.match(block)[0]))
         slide.notes += [] if whole else [rendered(block)]
 
 
 def _add_output(slides: list[Slide], output: NotebookNode) -> None:
     shown = _output(output)
     if shown is None:
+        if output.get("data", {}).get("text/markdown", "").startswith("|") and slides[-1].shown:
+            slides[-1].shown.pop()  # what announces the table
         return
     slide, picture = _last(slides), shown.startswith("<img")
     if picture and any(_LARGE.search(one) for one in slide.shown):
@@ -191,7 +201,7 @@ def lecture(parts: Iterable[Part] = LECTURE, folder: Path = NOTEBOOKS) -> Iterat
 
 def _title(notebook: NotebookNode, name: str) -> Slide:
     title, text = notebook.cells[0].source.split("\n\n")[:2]
-    sentences = "\n\n".join(_SENTENCE.split(text))
+    sentences = "\n\n".join(_SENTENCE.findall(text))
     return Slide(Part(name, _HEADING.findall(title)[0], 0), [rendered(sentences)])
 
 
