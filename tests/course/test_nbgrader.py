@@ -12,7 +12,7 @@ import pytest
 from test_cli import moeblaze
 
 from moeblaze_ref.core.paths import ROOT
-from moeblaze_ref.course.exercises import Unsolved, notebooks, require_solved
+from moeblaze_ref.course.exercises import Unsolved, notebooks, require_solved, submission
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 from moeblaze_ref.course.site.path import MINUTES
 
@@ -131,5 +131,8 @@ def test_nbgrader_generates_the_assignment_and_grades_what_is_submitted(course):
     submitted = course / "submitted" / "student" / SHEET / f"{SHEET}.ipynb"
     submitted.parent.mkdir(parents=True)
     nbformat.write(notebook, submitted)
+    assert submission.read(submitted).exercises == [one.name for one in ONE.exercises], (
+        "`moeblaze course grade` reads it"
+    )
     run(course, "-m", "nbgrader", "autograde", SHEET)
     assert json.loads(run(course, "-c", GRADES)) == {"student": [POINTS - MINUTES[unsolved.kind], POINTS]}
