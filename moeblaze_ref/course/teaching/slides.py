@@ -102,8 +102,13 @@ def _add_text(slides: list[Slide], source: str) -> None:
     for block in re.split(r"\n\s*\n(?! )", _HEADING.sub("", source).strip()):
         slide = _last(slides)
         whole = _WHOLE.match(block) and not block.startswith("**")
-        slide.shown.append(rendered(block if whole else _SENTENCE.match(block)[0]))
+        slide.shown.append(rendered(block if whole else _sentences(block)[0]))
         slide.notes += [] if whole else [rendered(block)]
+
+
+def _sentences(paragraph: str) -> list[str]:
+    """Its sentences; all of it where code is not closed."""
+    return _SENTENCE.findall(paragraph) or [paragraph]
 
 
 def _add_output(slides: list[Slide], output: NotebookNode) -> None:
@@ -201,7 +206,7 @@ def lecture(parts: Iterable[Part] = LECTURE, folder: Path = NOTEBOOKS) -> Iterat
 
 def _title(notebook: NotebookNode, name: str) -> Slide:
     title, text = notebook.cells[0].source.split("\n\n")[:2]
-    sentences = "\n\n".join(_SENTENCE.findall(text))
+    sentences = "\n\n".join(_sentences(text))
     return Slide(Part(name, _HEADING.findall(title)[0], 0), [rendered(sentences)])
 
 

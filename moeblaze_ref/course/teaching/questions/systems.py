@@ -28,7 +28,7 @@ def _collapsed():
 
 def _pairs():
     choices = np.array([[[0, 1], [2, 3]]], np.int16)  # one token, two layers, two experts in each
-    return int(trace.profile(RoutingTrace(choices, 4)).R.sum())
+    return int(np.asarray(trace.profile(RoutingTrace(choices, 4)).R).sum())
 
 
 def _ranks():
