@@ -66,8 +66,14 @@ any-compiler: machine-for-demo $(STAMP)
 demo: any-compiler ## Train a tiny model, then check and account for its layers: two minutes, no GPU
 	$(BIN)/moeblaze demo
 
+# For the tests alone, in a folder of its own: in .venv its extensions would be part of every JupyterLab. What else it
+# needs is in .venv.
+NBGRADER := nbgrader==0.9.6 alembic==1.20.1 mako==1.4.3 notebook==7.6.5 rapidfuzz==3.14.6
+build/nbgrader: | $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --target $@ $(NBGRADER)
+
 # A process a core and one more, of about a GiB each. What needs a GPU has it, and the clock, to itself.
-test: machine-for-tests $(STAMP) ## Run every test that can run on this machine
+test: machine-for-tests $(STAMP) build/nbgrader ## Run every test that can run on this machine
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m pytest --ignore tests/gpu --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -116,6 +122,7 @@ docs: $(STAMP) ## Write the generated pages, and the site in build/site
 	$(BIN)/python -m moeblaze_ref.course.site.cupy_by_hand
 	$(BIN)/python -m moeblaze_ref.course.site.records
 	$(BIN)/python -m moeblaze_ref.course.site.path
+	$(BIN)/python -m moeblaze_ref.course.site.teaching
 	$(BIN)/python -m moeblaze_ref.course.site.architecture
 	$(BIN)/python -m moeblaze_ref.course.site.functions
 	$(BIN)/python -m moeblaze_ref.course.site.build
@@ -127,8 +134,8 @@ docs-serve: docs ## Show the site at http://127.0.0.1:8000
 notebooks: machine-for-notebooks $(STAMP) ## Run every notebook and write it with its outputs
 	$(BIN)/python -m moeblaze_ref.course.notebook.outputs
 
-lab: $(STAMP) ## Open the notebooks in JupyterLab
-	$(BIN)/jupyter-lab --LabApp.default_url=/lab/tree/notebooks
+lab: $(STAMP) ## Open your copies of the notebooks in JupyterLab
+	$(BIN)/moeblaze lab
 
 COMPILE := build/uv/bin/uv pip compile --quiet --python-version 3.11 $(UPGRADE)
 

@@ -6,7 +6,7 @@ Matplotlib.
 
 import typer
 
-from moeblaze_ref.cli import bench, check, course, doctor, lm, memory, paper, place
+from moeblaze_ref.cli import bench, check, course, doctor, lab, lm, memory, paper, place
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -30,4 +30,5 @@ for command in (
     lm.demo,
 ):
     app.command()(command)
+app.command(context_settings=lab.PASSED_ON)(lab.lab)
 app.add_typer(course.course, name="course")

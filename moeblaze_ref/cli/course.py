@@ -1,4 +1,4 @@
-"""``moeblaze course``: what a reader has solved, and the grades of what others have."""
+"""``moeblaze course``: what a reader has solved, and what a lecturer needs: grades, nbgrader's form, slides, a quiz."""
 
 import csv
 from pathlib import Path
@@ -6,9 +6,12 @@ from typing import Annotated
 
 import typer
 
-from moeblaze_ref.cli.shared import AsJson, Force, print_text, show, stdout, to_file, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, file, print_text, show, stdout, to_file, user_errors
 
-course = typer.Typer(help="The exercises: what is solved, a fresh start, grades of others.", no_args_is_help=True)
+course = typer.Typer(
+    help="The exercises: what is solved, a fresh start, grades. For lecturers: slides, a quiz, nbgrader's form.",
+    no_args_is_help=True,
+)
 
 OPEN_NETWORK = (
     "this system does not keep submissions from the network: its kernel has no seccomp. "
@@ -44,7 +47,9 @@ def list_(as_json: AsJson = False):
 @course.command()
 def reset(
     exercise: Annotated[str, typer.Argument(help="Its name, as the list has it.")],
-    folder: Annotated[Path, typer.Option(help="Folder of your notebooks of exercises.")] = Path("notebooks/exercises"),
+    folder: Annotated[Path, typer.Option(help="Folder of your notebooks of exercises.")] = Path(
+        "moeblaze_course/notebooks/exercises"
+    ),
 ):
     """Give an exercise's cell its first text again, and forget that you solved it."""
     from moeblaze_ref.core import checks
@@ -96,8 +101,8 @@ def grade(
             raise ValueError(OPEN_NETWORK)
     with user_errors():
         grades = [*grading.grade(folder, limits, jobs or grading.jobs_of(limits))]
-    with open(out, "w", newline="") as file:
-        writer = csv.writer(file)
+    with open(out, "w", newline="") as opened:
+        writer = csv.writer(opened)
         writer.writerow(grading.Grade._fields)
         writer.writerows([*one[:-1], _as_text(one.message)] for one in grades)
     table = Table("submission", *grading.VERDICTS)
@@ -105,3 +110,55 @@ def grade(
         table.add_row(name, *map(str, counts.values()))
     stdout().print(table)
     print_text(f"{len(found)} submissions, {len(grades)} answers: {out}")
+
+
+@course.command()
+def export(folder: Annotated[Path, typer.Argument(help="Folder of the course; it may be new.")]):
+    """Write the exercises as a course of nbgrader, for `nbgrader generate_assignment` and `nbgrader autograde`."""
+    from moeblaze_ref.course.teaching import nbgrader
+
+    with user_errors():
+        written = nbgrader.export(folder)
+    print_text(f"{len(written) - 1} assignments and {written[-1].name}: {folder}")
+
+
+@course.command("slides")
+def slides_(out: Annotated[Path, typer.Argument(parser=file, help="HTML file to write.")], force: Force = False):
+    """Write the slides of a lecture of two hours, made from the notebooks: one file that needs no network."""
+    from moeblaze_ref.course.teaching import slides
+
+    with user_errors():
+        made = list(slides.lecture())
+        _write(out, slides.page(made), force)
+    print_text(f"{len(made)} slides: {out}")
+
+
+def _write(out: Path, text: str, force: bool):
+    """Write a text; without ``force``, a file that is there must begin with the same line."""
+    from moeblaze_ref.core import records
+
+    def check(path: Path) -> None:
+        if not path.read_text().startswith(text.partition("\n")[0]):
+            raise ValueError(f"{path} is not written by this command")
+
+    records.replace(out, lambda part: part.write_text(text), check, force)
+
+
+@course.command("quiz")
+def quiz_(
+    out: Annotated[Path | None, to_file(help="Markdown file of the questions.")] = None,
+    answers: Annotated[Path | None, to_file(help="Markdown file of the answers, for the lecturer.")] = None,
+    force: Force = False,
+):
+    """Write the quiz of 40 questions, its answers, or both, each into a file of its own."""
+    from moeblaze_ref.core import records
+    from moeblaze_ref.course.teaching import quiz
+
+    with user_errors():
+        if out is None and answers is None:
+            raise ValueError("nothing to write: name a file with --out, with --answers, or both")
+        records.check_distinct({"--out": [out], "--answers": [answers]})
+        for path, text in ((out, quiz.sheet), (answers, quiz.key)):
+            if path:
+                _write(path, text(), force)
+    print_text(f"{len(quiz.questions())} questions: {', '.join(map(str, filter(None, (out, answers))))}")

@@ -9,5 +9,14 @@ DOCS = ROOT / "docs"  # of a checkout: a wheel has none
 
 def kernels_dir() -> Path:
     """Return the folder of the raw CUDA sources: beside the package in a checkout, inside it in a wheel."""
-    inside = PACKAGE / "kernels_cuda"
-    return inside if inside.exists() else ROOT / "kernels_cuda"
+    return _packaged("kernels_cuda")
+
+
+def notebooks_dir() -> Path:
+    """Return the folder of the notebooks: beside the package in a checkout, inside it in a wheel that has them."""
+    return _packaged("notebooks")
+
+
+def _packaged(name: str) -> Path:
+    inside = PACKAGE / name
+    return inside if inside.exists() else ROOT / name

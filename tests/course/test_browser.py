@@ -4,10 +4,12 @@ import shutil
 
 import browser
 import nbformat
+import processes
 import pytest
 from playwright.sync_api import expect
 
 from moeblaze_ref.core.paths import ROOT
+from moeblaze_ref.course.notebook import copies
 from moeblaze_ref.course.notebook.execution import METADATA
 
 NAMES = ("00_memory_wall", "01_routing", "02_dispatch_without_sorting")  # quick ones
@@ -42,17 +44,28 @@ def test_a_notebook_runs_and_its_controls_move_their_pictures(name, tmp_path):
         browser.check_outputs(page, len(code), pictures)
 
 
-def test_a_link_from_a_notebook_to_a_document_opens_in_jupyterlab(tmp_path):
-    """As `make lab` starts it: in the repository, above the notebooks."""
-    for part in ("notebooks/02_dispatch_without_sorting.ipynb", "docs/cuda.md"):
-        (tmp_path / part).parent.mkdir()
-        shutil.copy(NOTEBOOKS.parent / part, tmp_path / part)
-    assert "jupyter-lab --LabApp.default_url=/lab/tree/notebooks\n" in (NOTEBOOKS.parent / "Makefile").read_text()
-    with browser.jupyterlab(tmp_path) as lab, browser.opened(tmp_path) as page:
+def test_run_all_leaves_a_clone_clean_and_a_link_to_a_document_opens(tmp_path):
+    """In copies, as `moeblaze lab` makes and opens them."""
+    clone, own = tmp_path / "clone", tmp_path / "clone" / "moeblaze_course"
+    for part in (".gitignore", "notebooks/00_memory_wall.ipynb", "notebooks/02_dispatch_without_sorting.ipynb"):
+        (clone / part).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / part, clone / part)
+    git = ["git", "-C", clone, "-c", "user.name=reader", "-c", "user.email=reader@example.com"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "cloned"]):
+        processes.run([*git, *command]).check_returncode()
+    assert copies.copy(own, clone / "notebooks") == 2
+    copied = own / "notebooks" / "00_memory_wall.ipynb"
+    before = copied.read_bytes()
+    with browser.jupyterlab(own) as lab, browser.opened(tmp_path) as page:
+        browser.run_all(page, lab, "notebooks/00_memory_wall.ipynb")
+        page.keyboard.press("Control+s")
+        page.get_by_text("Saving completed").wait_for()
+        assert copied.read_bytes() != before
         browser.open_file(page, lab, "notebooks/02_dispatch_without_sorting.ipynb")
         browser.wait_for_kernel(page)
         page.get_by_role("link", name="CUDA in one page").first.click()
         expect(page.get_by_role("heading", name="CUDA in one page")).to_be_visible()
+    assert processes.run([*git, "status", "--porcelain"]).stdout == ""
 
 
 BROKEN = """

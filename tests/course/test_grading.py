@@ -245,8 +245,8 @@ def own(tmp_path, monkeypatch):
     monkeypatch.setenv("MOEBLAZE_PROGRESS", str(tmp_path / "own" / "progress.json"))
     monkeypatch.chdir(tmp_path)
     for path in (SHEETS / "exercises").glob("0*.ipynb"):
-        (tmp_path / "notebooks" / "exercises").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "notebooks" / "exercises" / path.name).write_bytes(path.read_bytes())
+        (tmp_path / "moeblaze_course" / "notebooks" / "exercises").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "moeblaze_course" / "notebooks" / "exercises" / path.name).write_bytes(path.read_bytes())
     return tmp_path / "own" / "progress.json"
 
 
@@ -261,7 +261,7 @@ def test_what_is_solved_is_listed_until_it_is_reset(own):
     assert [name for name, row in rows.items() if row["solved"]] == ["first-wall"]
     assert f"1 of {len(EXERCISES)} solved" in moeblaze("course", "list").stdout
 
-    path = Path("notebooks/exercises/00_memory_wall.ipynb")
+    path = Path("moeblaze_course/notebooks/exercises/00_memory_wall.ipynb")
     before = path.read_text()
     path.write_text(before.replace("routed_x=...", "routed_x=2**30"))
     assert path.read_text() != before

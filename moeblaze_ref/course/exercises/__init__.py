@@ -10,13 +10,37 @@ A notebook of ``notebooks/exercises`` begins with
 
 from typing import Any
 
+from moeblaze_ref.core import checks
 from moeblaze_ref.course.exercises import progress
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
+from moeblaze_ref.course.exercises.sheets import EXERCISES
 
-__all__ = ["Unsolved", "construct", "hint", "load_ipython_extension", "predict", "solution"]
+__all__ = ["Unsolved", "construct", "hint", "load_ipython_extension", "predict", "require_solved", "solution"]
 
-_desk = Desk(on_solved=progress.note)
+_solved: set[str] = set()  # in this process
+
+
+def _note(name: str) -> None:
+    _solved.add(name)
+    progress.note(name)
+
+
+_desk = Desk(on_solved=_note)
 predict, construct, hint, solution = _desk.predict, _desk.construct, _desk.hint, _desk.solution
+
+
+def require_solved(name: str) -> None:
+    """Check that an answer of this process was right. nbgrader runs this below each exercise.
+
+    Raises
+    ------
+    Unsolved
+        If none was.
+    ValueError
+        If there is no such exercise.
+    """
+    if checks.check_name("exercise", name, EXERCISES) not in _solved:
+        raise Unsolved(f"no cell above answers {name} right")
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -1,0 +1,1 @@
+"""The questions of the quiz, by what they are about."""
