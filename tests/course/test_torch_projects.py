@@ -234,9 +234,9 @@ def test_an_answer_that_is_no_tensor_is_named(value, message):
 
 
 FORGED = [
-    ("aten.nonzero.default", [{"node": 0}], "DynamicOutputShape"),
-    ("aten._local_scalar_dense.default", [{"node": 0}], "DataDependentOutput"),
-    ("aten.index.Tensor", [{"node": 0}, [{"node": 1}]], "DynamicOutputShape"),
+    ("aten.nonzero.default", [{"node": 0}], "aten.nonzero.default makes a shape that depends on data"),
+    ("aten._local_scalar_dense.default", [{"node": 0}], "gives Python a number"),
+    ("aten.index.Tensor", [{"node": 0}, [{"node": 1}]], "aten.index.Tensor makes a shape that depends on data"),
     ("os.system", ["true"], "is no operator of torch's own"),
     ("aten.no_such.default", [], "AttributeError"),
 ]
