@@ -47,12 +47,8 @@ SERIAL = (
     ("text", "message"),
     [
         (changed("bronze", *SERIAL), "too serial: .*; (one thread does work|the other threads do nothing)"),
-        (changed("bronze", ("const float x_p = x_row[p];", "float x_p = 0.0f;\n"
-          "            for (int again = 0; again < 9; ++again) x_p += x_row[p] / 9;")),
-         "right, but no bronze: .*: over budget: read of x is|is .*, but must be|too serial"),
-        (changed("gold", ("w2_tile[p][j] = inside ? w2_expert[at]", "w2_tile[p][j] = inside ? w1_expert[at]")),
-         r"b\[0, 0\] is .*, but must be"),
-        (changed("gold", ("ceil(h / 128)  THREADS", "ceil(h / 64)  THREADS")), "over budget|order of threads"),
+        (changed("bronze", ("w2_expert[at];", "w2_expert[at] + 0.0f * ((const volatile float*)w1_expert)[at];")),
+         "right, but no bronze: .*: over budget: read of w1 is"),
         (changed("silver", ("ceil(h / 64)  THREADS", "1  THREADS")), "is never written"),
     ],
 )  # fmt: skip
@@ -79,6 +75,6 @@ def test_the_level_is_graded_and_listed(tmp_path, monkeypatch):
         progress.note(name)
     rows = {row["exercise"]: row for row in json.loads(moeblaze("course", "list", "--json").stdout)}
     assert rows[NAME]["level"] == "silver" and rows["first-wall"]["level"] is None
-    assert [*progress.solved()] == [NAME, "first-wall"]
+    assert {*progress.solved()} == {NAME, "first-wall"}
     progress.forget(NAME)
     assert progress.levels() == {} and [*progress.solved()] == ["first-wall"]

@@ -40,11 +40,12 @@ HOLE = """\
     // expert_token_indices[tile.first + i].
 """
 FROM_GLOBAL_MEMORY = """\
-    for (int i = 0; i < CORNER && row + i < tile.rows; ++i) {
+    const int columns = min(CORNER, h - first_column - column);  // of the corner that exist
+    for (int i = 0; i < CORNER && row + i < tile.rows && columns > 0; ++i) {
         const float* const x_row = x + (long long)expert_token_indices[tile.first + row + i] * d;
         for (int p = 0; p < d; ++p) {
             const float x_p = x_row[p];
-            for (int j = 0; j < CORNER && first_column + column + j < h; ++j) {
+            for (int j = 0; j < columns; ++j) {
                 const long long at = (long long)p * h + first_column + column + j;
                 a_sums[i][j] += x_p * w1_expert[at];
                 b_sums[i][j] += x_p * w2_expert[at];
