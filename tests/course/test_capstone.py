@@ -47,7 +47,8 @@ SERIAL = (
     ("text", "message"),
     [
         (changed("bronze", *SERIAL), "too serial: .*; (one thread does work|the other threads do nothing)"),
-        (changed("bronze", ("w2_expert[at];", "w2_expert[at] + 0.0f * ((const volatile float*)w1_expert)[at];")),
+        (changed("bronze", ("w2_expert[at];", "w2_expert[at];\n                if (j == 0) a_sums[i][j] += 0.0f * "
+                            "((const volatile float*)w1_expert)[at];")),
          "right, but no bronze: .*: over budget: read of w1 is"),
         (changed("silver", ("ceil(h / 64)  THREADS", "1  THREADS")), "is never written"),
     ],
