@@ -11,8 +11,10 @@ from moeblaze_ref.verify.guard import Send
 from moeblaze_ref.verify.torch_cells import messages
 
 MODULES = ("collections", "contextlib", "dataclasses", "functools", "itertools", "math", "torch", "typing")
-FUNCTIONS = ("__import__", "breakpoint", "compile", "eval", "exec", "getattr", "globals", "input", "locals", "open")
-FUNCTIONS += ("setattr", "vars")  #: of Python, refused
+FUNCTIONS = (  #: of Python, refused
+    *("__import__", "breakpoint", "compile", "eval", "exec", "getattr", "globals", "input", "locals", "open"),
+    *("setattr", "vars"),
+)
 METHODS = ("__call__", "__enter__", "__exit__", "__init__", "__torch_dispatch__", "__torch_function__")
 
 
@@ -35,7 +37,7 @@ class Cell(NamedTuple):
             If it is no Python, imports a module that is none of `MODULES`, or names something that is refused.
         """
         try:
-            nodes = [*ast.walk(ast.parse(self.text))]
+            nodes: list[Any] = [*ast.walk(ast.parse(self.text))]
         except SyntaxError as error:
             raise ValueError(f"SyntaxError: {error.msg} ({self.file}, line {error.lineno})") from None
         except (ValueError, RecursionError, MemoryError) as error:
