@@ -10,7 +10,7 @@ import torch
 
 from moeblaze_ref.course.exercises import Unsolved, exercise
 from moeblaze_ref.course.exercises.desk import Desk
-from moeblaze_ref.course.exercises.projects import counter, function, graph, session
+from moeblaze_ref.course.exercises.projects import counter, function, graph, router, session
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
@@ -275,6 +275,13 @@ def test_the_confinement_that_a_system_refuses_is_in_the_report(monkeypatch):
     asked = session.Session(guard.Limits(10))
     asked.ask(print, 1)
     assert "It refuses: no writing to files" in asked.verdict([session.Row("a", "b", "")]).report
+
+
+def test_the_questions_have_the_numbers_of_the_projects():
+    question = EXERCISES["balance-router"].question
+    assert f"{router.STEPS} steps of {router.TOKENS} tokens" in question and f"have {router.BOUND} times" in question
+    assert "five layers" in EXERCISES["saved-bytes"].question and len(counter.LAYERS) == 5
+    assert "four routings" in EXERCISES["graph-safe"].question and len(graph.ROUTINGS) == 4
 
 
 def test_every_routing_of_the_graphs_layer_differs():
