@@ -28,15 +28,21 @@ def list_(as_json: AsJson = False):
     from moeblaze_ref.course.exercises.sheets import SHEETS
 
     with user_errors():
-        days = progress.solved()
+        days, levels = progress.solved(), progress.levels()
     rows = [
-        {"sheet": sheet.course, "exercise": one.name, "kind": one.kind, "solved": days.get(one.name)}
+        {
+            "sheet": sheet.course,
+            "exercise": one.name,
+            "kind": one.kind,
+            "solved": days.get(one.name),
+            "level": levels.get(one.name),
+        }
         for sheet in SHEETS
         for one in sheet.exercises
     ]
 
     def table() -> Table:
-        shown = Table("sheet", "exercise", "kind", "solved", caption=f"{len(days)} of {len(rows)} solved")
+        shown = Table("sheet", "exercise", "kind", "solved", "level", caption=f"{len(days)} of {len(rows)} solved")
         for row in rows:
             shown.add_row(*(value or "" for value in row.values()))
         return shown
@@ -74,8 +80,10 @@ def _as_text(message: str) -> str:
 @course.command()
 def grade(
     folder: Annotated[Path, typer.Argument(help="Folder of solved notebooks, in any folders of their own.")],
-    out: Annotated[Path, to_file(help="CSV to write: submission, exercise, kind, verdict, message.")],
-    limit: Annotated[int, typer.Option(help="Seconds of one kernel.", min=1)] = 60,
+    out: Annotated[Path, to_file(help="CSV to write: submission, exercise, kind, verdict, level, message.")],
+    limit: Annotated[
+        int, typer.Option(help="Seconds of one kernel, or of one process of a torch project.", min=1)
+    ] = 60,
     memory: Annotated[float, typer.Option(help="GiB that one submission may hold.", min=0.5)] = 2,
     jobs: Annotated[
         int | None, typer.Option(help="Submissions at once; by default one a core, if memory allows.", min=1)

@@ -31,7 +31,7 @@ LIMIT_SECONDS = 120  # of a kernel's launches, the compiler included
 PREPARING_SECONDS = 120  # beyond that limit, for the inputs and the comparison
 SHOWN_BYTES = 2000  # of what a kernel prints
 # What the server of the checker's processes imports before it forks, in this order.
-PRELOADED = ("verify.closed", "backends.simulated", "backends.numba_cuda", "verify.checker")
+PRELOADED = ("verify.closed", "backends.simulated", "backends.numba_cuda", "verify.checker", "verify.torch_cells")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -136,7 +136,7 @@ def _ask(context: ForkServerContext | SpawnContext, limits: guard.Limits, work: 
             found = receiving.recv()
         except EOFError:
             process.join()
-            raise ChildProcessError(f"the process that compares has ended, {_how(process.exitcode)}") from None
+            raise ChildProcessError(f"the process that compares has ended, {how_it_ended(process.exitcode)}") from None
         except BaseException:
             process.terminate()  # it ends what it started first
             raise
@@ -249,7 +249,7 @@ def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options:
     sent, status, refused = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, [_sentinel()])
     said = claims.read_launches(exam, sent)
     if said is None:
-        raise ChildProcessError(f"the kernel ended the process that checked it, {_how(status)}")
+        raise ChildProcessError(f"the kernel ended the process that checked it, {how_it_ended(status)}")
     report = exam.report(*said)
     text, document = str(report), report.as_dict()
     if refused:
@@ -265,7 +265,7 @@ def _numba_runner() -> str:
         return pool.submit(runner_of, "numba").result()
 
 
-def _how(status: int | None) -> str:
+def how_it_ended(status: int | None) -> str:
     """Describe how a process ended."""
     if status is None or status >= 0:
         return f"with status {status}"

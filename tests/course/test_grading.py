@@ -82,6 +82,11 @@ PREDICTED = 'predict("first-wall", x={}, routed_x={})'
         ([kernel("combine", "total = ZERO", "while True: pass")], "combine", "stopped", "no verdict after 15 seconds"),
         ([EXERCISES["combine"].cell(EXERCISES["combine"].unsolved)], "combine", "unsolved", "as it was found"),
         ([kernel("combine")], "slot-order", "missing", "no cell answers it"),
+        ([kernel("new-activation")], "new-activation", "right", ""),
+        ([kernel("new-activation", "2 * positive", "positive")], "new-activation", "wrong", r"d_x\[\d, \d\] is "),
+        ([kernel("saved-bytes", "kept = {}", "while True: pass")], "saved-bytes", "stopped", "no verdict after 15"),
+        ([EXERCISES["graph-safe"].cell(EXERCISES["graph-safe"].unsolved)], "graph-safe", "unsolved",
+         "the torch project is as it was found"),
     ],
 )  # fmt: skip
 def test_each_answer_has_its_verdict(cells, exercise, verdict, message, tmp_path):

@@ -346,6 +346,15 @@ ONE_THREAD = ONE_THREAD.replace("out[index] = sum;", "out[index] = sum;\n    }")
 ONE_BARRIER = COMBINE.replace("    if (index >=", "    __syncthreads();\n    if (index >=")
 
 
+def test_a_right_kernel_may_miss_the_budgets_of_a_level():
+    levels = {"low": ["written <= 4 L d"], "high": ["written <= 2 L d", "read of gates <= 1"]}
+    report = check_kernel(COMBINE, "combine", cases=[TINY], levels=levels)
+    (missed,) = (result["missed"] for result in report.as_dict()["results"])
+    assert missed["low"] == "" and re.fullmatch(
+        "over budget: written is 80, but .*: 40 too many; over budget: read of gates is .*", missed["high"]
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "budget", "message"),
     [
@@ -427,6 +436,7 @@ HEADER_ROW = "// kernel  grid            block  shared bytes\n// mine    ceil(L 
         ("", {"budgets": ["written < 4"]}, 'must read like "written <= 4 R h"'),
         ("", {"budgets": ["writen <= 4"]}, "unknown quantity of a budget 'writen'. Did you mean 'written'?"),
         ("", {"budgets": ["read of w1 <= 4"]}, "unknown tensor of combine 'w1'"),
+        ("", {"levels": {"gold": ["writen <= 4"]}}, "unknown quantity of a budget 'writen'. Did you mean 'written'?"),
         ("", {"budgets": ["accesses of y <= 4"]}, "names a tensor, but accesses are counted over all memory"),
         ("", {"budgets": ["threads <= 4"]}, "budget 'threads <= 4' must have >=: threads >= ..."),
         ("", {"budgets": ["read >= 4"]}, "budget 'read >= 4' must have <=: read <= ..."),

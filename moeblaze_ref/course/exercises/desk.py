@@ -9,13 +9,13 @@ from IPython.display import Markdown
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.units import GB, GIB, KIB, MB, MIB
-from moeblaze_ref.course.exercises.exercise import Construction, Exercise, KernelExercise, Prediction
+from moeblaze_ref.course.exercises.exercise import CodeExercise, Construction, Exercise, Prediction
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 from moeblaze_ref.course.notebook.markdown import cell_text, table
 from moeblaze_ref.verify import guard, in_subprocess
 
 FAILURES_BEFORE_HINT = 2
-LIMITS = guard.Limits(in_subprocess.LIMIT_SECONDS)
+LIMITS = guard.Limits(in_subprocess.LIMIT_SECONDS)  # of a kernel, and of each process of a torch project
 TOLERANCE = 0.01  # of a prediction that is no whole number
 FACTORS = (2, 10, 1_000)  # how far a wrong prediction is off, as a reader is told
 OTHER_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "MB": MB, "GB": GB}
@@ -90,30 +90,28 @@ class Desk:
         return Markdown(f"**Right.** Checked by `{exercise.checked_by}`.\n\n{exercise.why}")
 
     def check(self, name: str, text: str) -> Markdown:
-        """Check the kernel in a cell, the text below the magic ``%%check NAME``.
+        """Check the code in a cell, the text below the magic ``%%check NAME``.
 
-        Return the checker's report, case by case, and what the exercise shows.
+        Return the report, case by case, and what the exercise shows.
 
         Raises
         ------
         Unsolved
-            If the kernel does not compile or fit, is wrong or over budget, does not end, or ends its process.
+            If the code does not compile or fit, is wrong or over budget, does not end, or ends its process.
         ValueError
             If there is no such exercise.
         """
-        exercise = self._open(name.strip(), KernelExercise)
-        kernel, budgets = exercise.kernel, (*exercise.budgets, *exercise.division)
-        lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
+        exercise = self._open(name.strip(), CodeExercise)
         try:
-            verdict = in_subprocess.examine_text(
-                exercise.file, lines, kernel.name, exercise.task, self.limits, budgets=budgets, **kernel.launch
-            )
+            found = exercise.examine(f"\n{text}", self.limits)  # the magic is the first line: count as the reader does
         except (ValueError, TypeError, OSError) as error:
             raise self._unsolved(str(error)) from None
-        if verdict.first_problem:
-            raise self._unsolved(verdict.first_problem)
+        if found.problem:
+            raise self._unsolved(found.problem)
         self.on_solved(exercise.name)
-        return Markdown(f"**Right, within budget.** {exercise.why}\n\n```text\n{verdict.report}\n```")
+        for level in found.levels:
+            self.on_solved(f"{exercise.name}/{level}")
+        return Markdown(f"**{found.praise}.** {exercise.why}\n\n```text\n{found.report}\n```")
 
     def hint(self, name: str | None = None) -> Markdown:
         """The hint of an exercise, by default of the one tried last."""

@@ -1,12 +1,15 @@
 """Exercises: the question, the reader's starting point and the solution."""
 
+import itertools
+import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from moeblaze_ref.core.config import PRESETS, MoEConfig
 from moeblaze_ref.course.exercises.kernels import Kernel
+from moeblaze_ref.verify import guard, in_subprocess
 
 KINDS = {
     "predict": "Predict a number",
@@ -14,7 +17,10 @@ KINDS = {
     "cuda": "Fill the hole, raw CUDA",
     "bug": "Find the planted bug",
     "construct": "Construct an example",
+    "torch": "Write it in torch",
+    "capstone": "Capstone",
 }
+LEVELS = ("bronze", "silver", "gold")  #: of a capstone, from the easiest
 
 
 @dataclass(frozen=True)
@@ -32,10 +38,13 @@ class _Stated:
     name: str
     title: str
     question: str  #: Markdown, like the next two
-    hint: str
     why: str  #: what the solution shows
+    hint: str = ""
+    hints: tuple[str, ...] = ()  #: in steps, in place of ``hint``
+    difficulty: int = 1  #: 1 to 3
 
     def __post_init__(self):
+        object.__setattr__(self, "hint", self.hint or "\n\n".join(self.hints))
         for field in ("question", "hint", "why"):
             paragraphs = getattr(self, field).split("\n\n")
             object.__setattr__(self, field, "\n\n".join(" ".join(one.split()) for one in paragraphs))
@@ -111,8 +120,37 @@ def _stated(value: Any) -> str:
     return f'preset("{name}").config'
 
 
+class Checked(NamedTuple):
+    """The verdict on a reader's code."""
+
+    problem: str  #: the first case that is wrong, and how; empty if none is
+    report: str  #: all cases, with what was counted
+    praise: str = "Right, within budget"  #: of code that is right
+    levels: tuple[str, ...] = ()  #: those of `LEVELS` that a capstone has reached, from the easiest
+
+
+class CodeExercise(_Stated):
+    """An exercise whose cell is code below ``%%check NAME``, which a confined process runs."""
+
+    call = "begins with %%check"
+
+    def cell(self, text: str) -> str:
+        """The notebook's cell that hands the code to its check."""
+        return f"%%check {self.name}\n{text.rstrip()}"
+
+    def examine(self, text: str, limits: guard.Limits) -> Checked:
+        """Check a reader's code, the text below the first line of its cell.
+
+        Raises
+        ------
+        ValueError, TypeError, OSError
+            If the code does not compile or fit, does not end, or ends its process.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True)
-class KernelExercise(_Stated):
+class KernelExercise(CodeExercise):
     """A kernel with a hole or a planted bug, for the checker.
 
     Raises
@@ -128,7 +166,7 @@ class KernelExercise(_Stated):
     budgets: tuple[str, ...]  #: of memory, as of `checker.examine`
     division: tuple[str, ...]  #: budgets of how the threads divide the work
 
-    noun, call = "kernel", "begins with %%check"
+    noun = "kernel"
 
     def __post_init__(self):
         super().__post_init__()
@@ -159,12 +197,85 @@ class KernelExercise(_Stated):
         """The parts of the solution that ``change`` names."""
         return re.findall("\n(?:.*\n)*?".join(map(re.escape, self.change[0].split("\n...\n"))), self.solution)
 
-    def cell(self, text: str) -> str:
-        """The notebook's cell that hands a kernel to the checker."""
-        return f"%%check {self.name}\n{text.rstrip()}"
+    def examine(self, text: str, limits: guard.Limits) -> Checked:
+        """Check a kernel by `checker.examine`."""
+        budgets, launch = (*self.budgets, *self.division), self.kernel.launch
+        verdict = in_subprocess.examine_text(
+            self.file, text, self.kernel.name, self.task, limits, budgets=budgets, **launch
+        )
+        return Checked(verdict.first_problem, verdict.report)
 
 
-Exercise = Prediction | Construction | KernelExercise
+@dataclass(frozen=True, kw_only=True)
+class TorchExercise(CodeExercise):
+    """A function or class of torch, which a project compares with the truth."""
+
+    project: str  #: a module of `exercises.projects`, a dot, and a project of it, as in "function.SWIGLU"
+    unsolved: str  #: the cell as the reader finds it, below its first line
+    solution: str
+
+    kind, noun, language = "torch", "torch project", "python"
+
+    def examine(self, text: str, limits: guard.Limits) -> Checked:
+        """Check the text, run it on every case of the project, and compare."""
+        from moeblaze_ref.course.exercises.projects.session import Session
+        from moeblaze_ref.verify.torch_cells import Cell
+
+        module, _, name = self.project.partition(".")
+        project = pkgutil.resolve_name(f"moeblaze_ref.course.exercises.projects.{module}:{name}")
+        cell, session = Cell(f"{self.name}.py", text, project.defines, project.refused), Session(limits)
+        cell.check()
+        verdict = session.verdict(project.rows(cell, session))
+        return Checked(verdict.first_problem, verdict.report, "Right")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capstone(CodeExercise):
+    """A kernel of the reader's own, with budgets of three levels."""
+
+    task: str  #: one of ``checker.CONTRACTS``
+    kernel: str  #: the name of the function that is launched
+    cases: Callable[[], list[Any]]  #: of `verify.cases`
+    division: tuple[str, ...]  #: budgets of how the threads divide the work, the same for every level
+    levels: dict[str, tuple[str, ...]]  #: budgets of memory, by level of `LEVELS`
+    unsolved: str  #: the kernel as the reader finds it
+    solutions: dict[str, str]  #: one for each level
+
+    kind, noun, language = "capstone", "capstone", "c++"
+
+    @property
+    def solution(self) -> str:
+        """The solution of the highest level."""
+        return self.solutions[LEVELS[-1]]
+
+    def examine(self, text: str, limits: guard.Limits) -> Checked:
+        """Check a kernel by `checker.examine`, and say which levels it reaches, and how far the next one is."""
+        verdict = in_subprocess.examine_text(
+            f"{self.name}.cu",
+            text,
+            self.kernel,
+            self.task,
+            limits,
+            budgets=self.division,
+            levels=self.levels,
+            cases=self.cases(),
+        )
+        if verdict.first_problem:
+            return Checked(verdict.first_problem, verdict.report)
+        missed = {level: _missed(level, verdict.document["results"]) for level in LEVELS}
+        reached = tuple(itertools.takewhile(lambda level: not missed[level], LEVELS))
+        if not reached:
+            return Checked(f"right, but no {LEVELS[0]}: {missed[LEVELS[0]]}", verdict.report)
+        further = "\n".join(f"{level} is missed. {problem}" for level, problem in missed.items() if problem)
+        return Checked("", f"{further}\n{verdict.report}".lstrip(), f"Right: {reached[-1]}", reached)
+
+
+def _missed(level: str, results: list[dict[str, Any]]) -> str:
+    """The first case that is over a level's budgets, and by how much; empty if none is."""
+    return next((f"{one['case']}: {one['missed'][level]}" for one in results if one["missed"][level]), "")
+
+
+Exercise = Prediction | Construction | KernelExercise | TorchExercise | Capstone
 
 
 @dataclass(frozen=True)
@@ -174,6 +285,7 @@ class Sheet:
     course: str  #: file name of the notebook without its ending, which is the sheet's too
     title: str
     exercises: tuple[Exercise, ...]
+    readers: str = ""  #: of a sheet of its own: what it is for, Markdown
 
     @property
     def number(self) -> int | None:

@@ -1,7 +1,7 @@
 """Grade the notebooks of a folder: each exercise of each submission gets a verdict, and nothing of them runs unguarded.
 
-A kernel is checked as ``%%check`` checks it. What ``predict`` and ``construct`` are given is found by running the other
-cells in a confined process (`verify.guard`), and compared in this one.
+Kernels and torch projects are checked as ``%%check`` checks them. What ``predict`` and ``construct`` are given is found
+by running the other cells in a confined process (`verify.guard`), and compared in this one.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from moeblaze_ref.core.units import GIB
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
-from moeblaze_ref.course.exercises.exercise import KernelExercise, Prediction
+from moeblaze_ref.course.exercises.exercise import CodeExercise, Prediction
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 from moeblaze_ref.course.exercises.submission import Submission, read, read_answers, send_answers
 from moeblaze_ref.verify import guard, in_subprocess
@@ -29,6 +29,7 @@ class Grade(NamedTuple):
     exercise: str  #: its name; empty of a notebook that cannot be read
     kind: str  #: one of `exercise.KINDS`
     verdict: str  #: one of `VERDICTS`
+    level: str  #: that a right capstone has reached, one of `exercise.LEVELS`; empty of all others
     message: str  #: why; empty of a right answer
 
 
@@ -71,7 +72,7 @@ def grade(folder: Path, limits: guard.Limits = LIMITS, jobs: int = 1) -> Iterato
     ----------
     folder : Path
     limits : guard.Limits
-        Of one kernel, and of all other cells of a notebook together.
+        Of one kernel, of each process of a torch project, and of all other cells of a notebook together.
     jobs : int
         Submissions that are graded at once.
 
@@ -90,15 +91,14 @@ def _grades(path: Path, name: str, limits: guard.Limits) -> Iterator[Grade]:
     try:
         submission = read(path)
     except (ValueError, OSError) as error:
-        yield Grade(name, "", "", "unreadable", str(error))
+        yield Grade(name, "", "", "unreadable", "", str(error))
         return
     if not submission.exercises:
-        yield Grade(name, "", "", "unreadable", "no cell answers an exercise")
+        yield Grade(name, "", "", "unreadable", "", "no cell answers an exercise")
         return
     answers = _answers(submission, limits)
     for exercise in submission.exercises:
-        verdict, message = _verdict(submission, exercise, answers, limits)
-        yield Grade(name, exercise, EXERCISES[exercise].kind, verdict, message)
+        yield Grade(name, exercise, EXERCISES[exercise].kind, *_verdict(submission, exercise, answers, limits))
 
 
 def _answers(submission: Submission, limits: guard.Limits) -> dict[str, dict[str, Any]]:
@@ -112,45 +112,54 @@ def _answers(submission: Submission, limits: guard.Limits) -> dict[str, dict[str
     return read_answers(ended.sent)
 
 
-def _verdict(
-    submission: Submission, name: str, answers: dict[str, dict[str, Any]], limits: guard.Limits
-) -> tuple[str, str]:
-    """Verdict and message of one exercise."""
-    if isinstance(EXERCISES[name], KernelExercise):
-        return _of_kernel(name, submission.kernels.get(name), limits)
+class _Verdict(NamedTuple):
+    """The last fields of a `Grade`."""
+
+    verdict: str
+    level: str
+    message: str
+
+
+def _verdict(submission: Submission, name: str, answers: dict[str, dict[str, Any]], limits: guard.Limits) -> _Verdict:
+    """The verdict on one exercise."""
+    if isinstance(EXERCISES[name], CodeExercise):
+        return _of_code(name, submission.codes.get(name), limits)
     match answers.get(name):
         case {"said": said}:
             return _of_answer(name, said)
         case {"error": error}:
-            return "wrong", error
+            return _Verdict("wrong", "", error)
         case {"stopped": why}:
-            return "stopped", why
-    return "missing", "no cell answers it" if name not in submission.answered else "its cell did not run to the answer"
+            return _Verdict("stopped", "", why)
+    missing = "no cell answers it" if name not in submission.answered else "its cell did not run to the answer"
+    return _Verdict("missing", "", missing)
 
 
-def _of_answer(name: str, said: dict[str, Any]) -> tuple[str, str]:
+def _of_answer(name: str, said: dict[str, Any]) -> _Verdict:
     desk = Desk()
     ask = desk.predict if isinstance(EXERCISES[name], Prediction) else desk.construct
     try:
         ask(name, **said)
     except Unsolved as wrong:
-        return "unsolved" if any(value is ... for value in said.values()) else "wrong", _first(wrong)
+        return _Verdict("unsolved" if any(value is ... for value in said.values()) else "wrong", "", _first(wrong))
     except Exception as error:  # an answer that no check expects
-        return "wrong", f"{type(error).__name__}: {error}"
-    return "right", ""
+        return _Verdict("wrong", "", f"{type(error).__name__}: {error}")
+    return _Verdict("right", "", "")
 
 
-def _of_kernel(name: str, text: str | None, limits: guard.Limits) -> tuple[str, str]:
+def _of_code(name: str, text: str | None, limits: guard.Limits) -> _Verdict:
+    exercise = EXERCISES[name]
     if text is None:
-        return "missing", "no cell answers it"
-    if text.split() == EXERCISES[name].unsolved.split():
-        return "unsolved", "the kernel is as it was found"
+        return _Verdict("missing", "", "no cell answers it")
+    if text.split() == exercise.unsolved.split():
+        return _Verdict("unsolved", "", f"the {exercise.noun} is as it was found")
+    solved: list[str] = []
     try:
-        Desk(limits).check(name, text)
+        Desk(limits, on_solved=solved.append).check(name, text)
     except Unsolved as wrong:
         stopped = isinstance(wrong.__cause__ or wrong.__context__, TimeoutError | ChildProcessError)
-        return "stopped" if stopped else "wrong", _first(wrong)
-    return "right", ""
+        return _Verdict("stopped" if stopped else "wrong", "", _first(wrong))
+    return _Verdict("right", solved[-1].removeprefix(name).removeprefix("/"), "")
 
 
 def _first(wrong: Unsolved) -> str:

@@ -13,7 +13,16 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.course.exercises.exercise import KINDS, Construction, Exercise, KernelExercise, Prediction, Sheet
+from moeblaze_ref.course.exercises.exercise import (
+    KINDS,
+    Capstone,
+    Construction,
+    Exercise,
+    KernelExercise,
+    Prediction,
+    Sheet,
+    TorchExercise,
+)
 from moeblaze_ref.course.exercises.kernels import THREADS, Kernel, helpers
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 from moeblaze_ref.course.notebook import outputs
@@ -55,6 +64,19 @@ CHECK = (
     "`accesses` counts those to global and shared memory by the thread that makes the most, `barriers` those "
     "that a block passes, `threads` those of the grid that write to memory."
 )
+TORCH = (
+    "- **Write it in torch**: edit the code below `%%check` and run the cell. The code may import torch and a few "
+    "modules of Python. The project runs it in processes of its own, on cases that it does not show. It compares the "
+    "results with what plain torch computes in float64, in another process. The report has a line for each case."
+)
+CAPSTONE = (
+    "- **Capstone**: write a kernel below `%%check` and run the cell. The table in its header states the launch; "
+    "change the grid, the block and the shared bytes as you like. The kernel is checked like any other, without a GPU. "
+    "It must be right, and its threads must divide the work. Its counted bytes then decide the level: the report says "
+    "which level it reaches, and how far the next one is.\n"
+    "- **Names**: `EMPTY`, `THREADS` and the other names of the project's headers are those of the "
+    "[sheet of notebook 3](03_gather_gemm_swiglu.ipynb). All bytes are those that threads ask for, in float32."
+)
 ASK = (
     "- A wrong answer raises, and names the first number or element that differs. `hint()` gives a hint, which comes "
     "by itself the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of the one "
@@ -65,7 +87,13 @@ ASK = (
 
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet as a reader finds it."""
-    texts = {Prediction: PREDICT, Construction: CONSTRUCT, KernelExercise: CHECK}
+    texts = {
+        Prediction: PREDICT,
+        Construction: CONSTRUCT,
+        KernelExercise: CHECK,
+        TorchExercise: TORCH,
+        Capstone: CAPSTONE,
+    }
     how = "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
     other = f"Solutions, when you are done: [{sheet.title}](../solutions/{sheet.course}.ipynb)."
     return _notebook(sheet, "Exercises", f"{how}\n\n{other}", solved=False)
@@ -98,7 +126,7 @@ def _notebook(sheet: Sheet, what: str, how: str, solved: bool) -> NotebookNode:
 def _head(sheet: Sheet, what: str) -> tuple[str, str]:
     """The title, and what the sheet belongs to."""
     if sheet.number is None:
-        return f"# {what}: {sheet.title}", "For readers of the [paper map](../../docs/paper_map.md)."
+        return f"# {what}: {sheet.title}", sheet.readers
     course = f"Of notebook [{sheet.course[:2]}, {sheet.title}](../{sheet.course}.ipynb)."
     return f"# {what} {sheet.number}. {sheet.title}", course
 
@@ -106,14 +134,26 @@ def _head(sheet: Sheet, what: str) -> tuple[str, str]:
 def _question(place: int, exercise: Exercise) -> Iterator[str]:
     yield f"## {place}. {exercise.title}"
     yield f"*{KINDS[exercise.kind]}.* {exercise.question}"
+    if isinstance(exercise, Capstone):
+        limits = [f"**{level.capitalize()}**: {_listed(budgets)}." for level, budgets in exercise.levels.items()]
+        yield "  \n".join([_task(exercise), *limits, f"**Division of the work**: {_listed(exercise.division)}."])
     if isinstance(exercise, KernelExercise):
-        budget, division = (", ".join(f"`{one}`" for one in each) for each in (exercise.budgets, exercise.division))
-        task = f"Checked as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
-        limits = f"**Budget**: {budget}.", f"**Division of the work**: {division}."
-        yield "  \n".join([task, _launch(exercise.kernel), *limits])
+        limits = [
+            f"**Budget**: {_listed(exercise.budgets)}.",
+            f"**Division of the work**: {_listed(exercise.division)}.",
+        ]
+        yield "  \n".join([_task(exercise), _launch(exercise.kernel), *limits])
         if used := helpers(exercise.solution):
             summary = "What it uses of the project's headers"
             yield f"<details><summary>{summary}</summary>\n\n```c++\n{used}\n```\n\n</details>"
+
+
+def _task(exercise: KernelExercise | Capstone) -> str:
+    return f"Checked as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
+
+
+def _listed(budgets: tuple[str, ...]) -> str:
+    return ", ".join(f"`{one}`" for one in budgets)
 
 
 def _launch(kernel: Kernel) -> str:

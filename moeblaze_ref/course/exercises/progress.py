@@ -1,4 +1,7 @@
-"""Which exercises one reader has solved, and when: a file of JSON in the user's own folder."""
+"""Which exercises one reader has solved, and when: a file of JSON in the user's own folder.
+
+A level of a capstone is kept beside it, as NAME/LEVEL.
+"""
 
 import datetime
 import os
@@ -8,6 +11,7 @@ from pathlib import Path
 import platformdirs
 
 from moeblaze_ref.core import checks, records
+from moeblaze_ref.course.exercises.exercise import LEVELS
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 
 
@@ -25,22 +29,46 @@ def solved() -> dict[str, str]:
     ValueError
         If the file is damaged.
     """
+    return {name: day for name, day in _noted().items() if name in EXERCISES}
+
+
+def levels() -> dict[str, str]:
+    """The highest level of each capstone that was reached, one of `exercise.LEVELS`, by name.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged.
+    """
+    noted = _noted()
+    return {name: level for level in LEVELS for name in EXERCISES if f"{name}/{level}" in noted}
+
+
+def _noted() -> dict[str, str]:
+    """The days by exercise and by NAME/LEVEL."""
     path = file()
     if not path.exists():
         return {}
-    return {name: str(day) for name, day in records.read(path, ()).items() if name in EXERCISES}
+    return {name: str(day) for name, day in records.read(path, ()).items() if _exercise(name) in EXERCISES}
+
+
+def _exercise(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def note(name: str) -> None:
-    """Note that an exercise was solved today, unless it was before. Where that cannot be written, say so on stderr."""
+    """Note that an exercise or a level (NAME/LEVEL) was solved today, unless it was before.
+
+    Where that cannot be written, say so on stderr.
+    """
     try:
-        records.write(file(), {name: datetime.date.today().isoformat()} | solved())
+        records.write(file(), {name: datetime.date.today().isoformat()} | _noted())
     except (OSError, ValueError) as error:
         print(f"that {name} is solved is not kept: {error}", file=sys.stderr)
 
 
 def forget(name: str) -> None:
-    """Forget that an exercise was solved.
+    """Forget that an exercise was solved, and its levels.
 
     Raises
     ------
@@ -48,4 +76,4 @@ def forget(name: str) -> None:
         If there is no such exercise.
     """
     checks.check_name("exercise", name, EXERCISES)
-    records.write(file(), {other: day for other, day in solved().items() if other != name})
+    records.write(file(), {other: day for other, day in _noted().items() if _exercise(other) != name})

@@ -11,7 +11,7 @@ from typing import Any
 import nbformat
 
 from moeblaze_ref.course import exercises
-from moeblaze_ref.course.exercises.exercise import KernelExercise
+from moeblaze_ref.course.exercises.exercise import CodeExercise
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 
 MOST_BYTES = 16 * 2**20  # of a notebook
@@ -25,14 +25,14 @@ _CALLS = ("predict", "construct")
 class Submission:
     """The answers of one notebook, the last of each exercise."""
 
-    kernels: dict[str, str] = field(default_factory=dict)  #: the text below ``%%check NAME``, by the exercise's name
+    codes: dict[str, str] = field(default_factory=dict)  #: the text below ``%%check NAME``, by the exercise's name
     answered: tuple[str, ...] = ()  #: names of the exercises that a cell answers by ``predict`` or ``construct``
     cells: tuple[str, ...] = ()  #: all other code of the notebook, in its order
 
     @property
     def exercises(self) -> list[str]:
         """The exercises of every sheet of which the notebook answers one; without those of other notebooks."""
-        found = {*self.kernels, *self.answered}
+        found = {*self.codes, *self.answered}
         names = ([one.name for one in sheet.exercises] for sheet in SHEETS)
         return [name for sheet in names if found.intersection(sheet) for name in sheet]
 
@@ -54,17 +54,17 @@ def read(path: Path) -> Submission:
         code = [str(cell.source) for cell in notebook.cells if cell.cell_type == "code"]
     except Exception as error:  # whatever nbformat makes of a file that is no notebook
         raise ValueError(f"{path.name} is no notebook: {type(error).__name__}: {error}") from None
-    kernels = dict(kernel for cell in code if (kernel := _kernel(cell)))
+    codes = dict(found for cell in code if (found := _code(cell)))
     cells = tuple(_without_magics(cell) for cell in code if not cell.startswith(_MAGIC))
     answered = tuple(name for cell in cells for name in _names(cell))
-    return Submission(kernels, answered, cells)
+    return Submission(codes, answered, cells)
 
 
-def _kernel(cell: str) -> tuple[str, str] | None:
+def _code(cell: str) -> tuple[str, str] | None:
     """The exercise and the text of a cell that begins with ``%%check``; None of another, or of no such exercise."""
     first, _, text = cell.partition("\n")
     name = first.removeprefix(_MAGIC).strip()
-    if first.startswith(_MAGIC) and isinstance(EXERCISES.get(name), KernelExercise):
+    if first.startswith(_MAGIC) and isinstance(EXERCISES.get(name), CodeExercise):
         return name, text
     return None
 

@@ -25,7 +25,8 @@ NAMES = ("notebook", "to read", "first run", "exercises", "to solve")
 KEYS = ("rows", "cores", "device", "versions", "commit")
 COMMAND = "site.path"  # in its record
 WORDS_A_MINUTE = 130  # of a text with formulas and tables, read slowly
-MINUTES = {"predict": 5, "numba": 15, "cuda": 15, "bug": 10, "construct": 10}  # an estimate, for each kind of exercise
+# An estimate, for each kind of exercise.
+MINUTES = {"predict": 5, "numba": 15, "cuda": 15, "bug": 10, "construct": 10, "torch": 30, "capstone": 120}
 
 
 def measure() -> dict[str, Any]:

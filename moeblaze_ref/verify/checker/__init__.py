@@ -6,16 +6,17 @@
 `docs/check_your_kernel.md` works through an example; `contracts.CONTRACTS` lists the tasks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import Case, many_tokens_case, standard_cases, telling_cases, wide_cases
 from moeblaze_ref.verify.checker.budgets import QUANTITIES, Budget
-from moeblaze_ref.verify.checker.contracts import CONTRACTS, find_contract
+from moeblaze_ref.verify.checker.contracts import CONTRACTS, Contract, find_contract
 from moeblaze_ref.verify.checker.exam import Exam
 from moeblaze_ref.verify.checker.kernels import CudaKernel, find
 from moeblaze_ref.verify.checker.report import Report, Wrong
@@ -73,6 +74,7 @@ def prepare(
     block: str | None = None,
     shared_bytes: str | None = None,
     budgets: Iterable[str] = (),
+    levels: Mapping[str, Iterable[str]] = MappingProxyType({}),
     activation: str = "swiglu",
     dtype: str = "float32",
     constants: dict[str, Any] | None = None,
@@ -96,6 +98,9 @@ def prepare(
         grid of THREADS threads.
     budgets : iterable of str
         Such as "written <= 4 R h" or "read of x <= 4 R d"; the quantities are in ``QUANTITIES``.
+    levels : mapping of str to iterable of str
+        More budgets, by the name of a level. A kernel that exceeds them is right all the same: the report's
+        ``missed`` says so.
     activation : str
         One of ``config.ACTIVATIONS``; the constant ACTIVATION of a .cu file.
     dtype : str
@@ -124,7 +129,8 @@ def prepare(
         kernel=found,
         backend=backend or found.backends[0],
         asked={"grid": grid, "block": block, "shared bytes": shared_bytes},
-        budgets=tuple(Budget.read(budget, contract) for budget in budgets),
+        budgets=_read(budgets, contract),
+        levels={name: _read(of_level, contract) for name, of_level in levels.items()},
         activation=activation,
         dtype=dtype,
         constants=constants or {},
@@ -134,6 +140,10 @@ def prepare(
         return Exam.of(terms, runner, _cases(terms, runner, small) if cases is None else cases)
     refusal = readers.refusal(terms)
     return Exam.of(terms, runner, _cases(terms, runner, small), large=not refusal, unchecked=refusal)
+
+
+def _read(budgets: Iterable[str], contract: Contract) -> tuple[Budget, ...]:
+    return tuple(Budget.read(budget, contract) for budget in budgets)
 
 
 def _cases(terms: Terms, runner: str, small: bool) -> list[Case]:

@@ -15,6 +15,7 @@ from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.runtime.poison import poison
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case
+from moeblaze_ref.verify.checker.budgets import Budget
 from moeblaze_ref.verify.checker.contracts import Arrays, dtype_of, set_problem
 from moeblaze_ref.verify.checker.kernels import CudaKernel
 from moeblaze_ref.verify.checker.report import Difference, Report, Result, first_difference, unlike
@@ -107,8 +108,10 @@ class Exam:
         in_next_step = f"in the next step of the same shape, with other routing, weights and gradients, {stale}"
         problems = [str(difference or ""), instability, in_next_step if stale else ""]
         if not any(problems):
-            problems = [budget.excess(answer.counts, answer.symbols) for budget in self.terms.budgets]
-        return Result(shape, "; ".join(filter(None, problems)), difference or unstable or stale, answer.counts)
+            problems = _excesses(self.terms.budgets, answer)
+        missed = {level: "; ".join(_excesses(budgets, answer)) for level, budgets in self.terms.levels.items()}
+        wrong = difference or unstable or stale
+        return Result(shape, "; ".join(filter(None, problems)), wrong, answer.counts, missed)
 
     def _difference(self, step: Step) -> Difference | None:
         return first_difference(step.problem, step.outputs[0], self._baseline(step.problem.case))
@@ -120,6 +123,11 @@ class Exam:
             return {}
         ways = comparisons.EXPECT[self.terms.contract.stage](case, getattr(torch, dtype)).values()
         return {name: array for way in ways for name, array in way.items()}
+
+
+def _excesses(budgets: Iterable[Budget], answer: Answer) -> list[str]:
+    """Return a sentence on each budget that is exceeded."""
+    return [excess for budget in budgets if (excess := budget.excess(answer.counts, answer.symbols))]
 
 
 def _instability(runner: Runner, step: Step) -> tuple[str, Difference | None]:

@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,9 +55,7 @@ def first_difference(problem: Problem, found: Arrays, baseline: Arrays) -> Diffe
             continue
         dtype = str(found[name].dtype)
         bound = _bound(name, dtype, problem.expected, baseline)
-        wrong = _wrong_elements(found[name], expected, dtype)
-        if not wrong.any() and not relative_error(found[name], expected) <= bound:
-            wrong = _furthest(found[name], expected)
+        wrong = wrong_elements(found[name], expected, dtype, bound)
         if wrong.any():
             return _element(name, problem, found[name], expected, wrong)
     return None
@@ -69,8 +67,16 @@ def _bound(name: str, dtype: str, expected: Arrays, baseline: Arrays) -> float:
     return comparisons.SMALL_TENSOR_BOUNDS[dtype]
 
 
-def _wrong_elements(found: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
-    """Elements that no rounding explains: never written, or off by more than a few roundings of their size.
+def wrong_elements(found: np.ndarray, expected: np.ndarray, dtype: str, bound: float) -> np.ndarray:
+    """The elements that no rounding explains, or the furthest ones if only the norm of the error is above the bound."""
+    wrong = _unexplained(found, expected, dtype)
+    if wrong.any() or relative_error(found, expected) <= bound:
+        return wrong
+    return _furthest(found, expected)
+
+
+def _unexplained(found: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
+    """Elements that were never written, or are off by more than a few roundings of their size.
 
     The norm over a tensor hides one wrong element among thousands. An element's size is its own, or the tensor's
     root mean square if that is larger, since sums of that size round before they cancel.
@@ -138,6 +144,7 @@ class Result:
     problem: str  #: what is wrong, in a sentence; empty if the kernel is right
     difference: Difference | None  #: the element that shows it
     counts: Counts  #: bytes and sectors by quantity and tensor; empty where nothing counts
+    missed: dict[str, str] = field(default_factory=dict)  #: of each level what is over its budgets; empty if nothing is
 
     @property
     def ok(self) -> bool:

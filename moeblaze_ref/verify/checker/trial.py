@@ -4,6 +4,7 @@ Nothing here knows what is right. The outputs go to memory that is shared with t
 counted, and a fault, go there as an `Answer`.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Terms:
     backend: str  #: one that takes such a kernel
     asked: dict[str, str | None]  #: formulas for grid, block and shared bytes, or None
     budgets: tuple[Budget, ...]
+    levels: dict[str, tuple[Budget, ...]]  #: budgets that a right kernel may miss, by level
     activation: str
     dtype: str
     constants: dict[str, Any]  #: preprocessor constants beyond the project's
@@ -91,7 +93,7 @@ class Terms:
             raise ValueError(f"backend {self.backend} does not run here: {status.detail}{remedy}")
         runner = runner_of(self.backend)
         counted = RUNNERS[runner].quantities
-        for budget in self.budgets:
+        for budget in itertools.chain(self.budgets, *self.levels.values()):
             if budget.quantity not in counted:
                 *some, last = counted or ("",)
                 what = f"only {', '.join(some)} and {last} are" if counted else "nothing is"

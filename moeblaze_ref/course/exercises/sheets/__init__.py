@@ -1,8 +1,9 @@
-"""The exercises: a module for each notebook of the course, and one for a sheet of its own on the papers' errors."""
+"""The exercises: a module for each notebook of the course, and one for each sheet of its own."""
 
 from moeblaze_ref.course.exercises.exercise import Exercise, Sheet
 from moeblaze_ref.course.exercises.sheets import (
     backward,
+    capstone,
     checkpoint,
     dispatch,
     gather_gemm,
@@ -13,6 +14,7 @@ from moeblaze_ref.course.exercises.sheets import (
     parallel,
     placement,
     routing,
+    torch_projects,
     training,
 )
 
@@ -28,6 +30,25 @@ SHEETS = (
     Sheet("08_train_a_moe_lm", "Train a Mixture-of-Experts language model", training.EXERCISES),
     Sheet("09_expert_placement", "Which GPU holds which expert", placement.EXERCISES),
     Sheet("10_expert_parallel", "Experts on several GPUs", parallel.EXERCISES),
-    Sheet("papers_errors", "Find the papers' errors", papers_errors.EXERCISES),
+    Sheet(
+        "papers_errors",
+        "Find the papers' errors",
+        papers_errors.EXERCISES,
+        "For readers of the [paper map](../../docs/paper_map.md).",
+    ),
+    Sheet(
+        "torch_projects",
+        "Write it in torch",
+        torch_projects.EXERCISES,
+        "For readers of notebooks [0](../00_memory_wall.ipynb), [4](../04_backward_by_hand.ipynb) and "
+        "[5](../05_smart_checkpoint.ipynb).",
+    ),
+    Sheet(
+        "capstone",
+        "The capstone",
+        capstone.EXERCISES,
+        "For readers of notebook [3](../03_gather_gemm_swiglu.ipynb) who have solved "
+        "[its sheet](03_gather_gemm_swiglu.ipynb).",
+    ),
 )
 EXERCISES: dict[str, Exercise] = {exercise.name: exercise for sheet in SHEETS for exercise in sheet.exercises}
