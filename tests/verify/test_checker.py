@@ -96,18 +96,21 @@ def problem_of(kernel, task, cases=(CASE,), **options):
 
 # ---- what is right ------------------------------------------------------------------------------
 
-FILES = {"dispatch": "dispatch/1_dense_map", "combine": "combine/1_gather"}
+FILES = {"dispatch": "dispatch/1_dense_map", "combine": "combine/1_gather", "block_sparse": "block_sparse/structures"}
 NAMES = {"gating": "softmax_top_k", "gating.backward": "d_logits"}
+PRODUCTS = ("block_sparse.dsd", "block_sparse.dds")  # whose kernels name their operands lhs and rhs; see the exercises
 # By task, the file and the kernel.
 OWN = {
     task: (FILES.get(contract.stage, f"{contract.stage}/1_naive"), NAMES.get(task, task.rpartition(".")[2]))
     for task, contract in CONTRACTS.items()
+    if task not in PRODUCTS
 }
 
 
-@pytest.mark.parametrize("task", CONTRACTS)
+@pytest.mark.parametrize("task", OWN)
 def test_the_projects_own_kernel_of_every_task_is_right(task):
-    report = check_kernel(own(*OWN[task]), task, cases=SMALL)
+    blocks = {"constants": {"BLOCK": 8}} if task.startswith("block_sparse") else {}  # the block of all these cases
+    report = check_kernel(own(*OWN[task]), task, cases=SMALL, **blocks)
     assert report.ok and len(report.results) == len(SMALL)
     written = report.results[0].totals["written"]
     assert written > 0 and report.results[0].totals["sectors"] * 32 >= written
@@ -304,10 +307,14 @@ def test_the_next_step_differs_in_all_that_a_kernel_reads():
     for contract in CONTRACTS.values():
         first, following = (set_problem(contract, step) for step in CASE.astype("float32").steps())
         for name, array in first.inputs.items():
-            assert array.shape == following.inputs[name].shape
             assert not np.array_equal(array, following.inputs[name]), (contract.task, name)
         for name, array in first.expected.items():
-            assert not np.allclose(array, following.expected[name]), (contract.task, name)
+            assert not differs_little(array, following.expected[name]), (contract.task, name)
+
+
+def differs_little(array, other):
+    """Whether two arrays are of one shape and close; those of blocks differ in shape, as the padding does."""
+    return array.shape == other.shape and np.allclose(array, other)
 
 
 # ---- budgets --------------------------------------------------------------------------------------
@@ -827,9 +834,8 @@ def test_places_of_every_kind_of_element():
 def test_every_tensor_of_a_contract_has_the_shape_that_it_says():
     for contract in CONTRACTS.values():
         problem = set_problem(contract, CASE.astype("float32"))
-        sizes = problem.sizes | {"E+1": problem.sizes["E"] + 1, "1": 1}
         for name, array in (problem.inputs | problem.expected).items():
-            assert array.shape == tuple(sizes[axis] for axis in AXES[name]), (contract.task, name)
+            assert array.shape == tuple(problem.extents[axis] for axis in AXES[name]), (contract.task, name)
         assert problem.expected.keys() == set(contract.writes) and problem.inputs.keys() == set(contract.inputs)
         assert all(np.abs(array).sum() > 0 for array in problem.expected.values())
 
