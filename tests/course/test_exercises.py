@@ -138,7 +138,8 @@ def test_the_notebooks_are_written_from_the_sheets(path):
     notebook = nbformat.reads(FILES[path], as_version=4)
     nbformat.validate(notebook)
     assert all(cell.get("outputs", []) == [] for cell in notebook.cells)
-    for target in re.findall(r"\]\(([^)]+)\)", "\n".join(cell.source for cell in notebook.cells)):
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    for target in re.findall(r"\]\(([^)]+)\)", "\n".join(texts)):
         assert (path.parent / target).is_file(), target
 
 
@@ -555,6 +556,12 @@ def test_what_a_kernel_uses_of_the_headers_is_shown():
         True, True, True, False,
     ]  # fmt: skip
     assert helpers('#include "common.cuh"\n// infinity\n') == ""
+
+
+def test_a_variable_gets_another_name_in_code_alone():
+    text = EXERCISES["transposed-blocks"].solution  # of the project's kernel, whose `block` is the checker's `side`
+    assert "padded_offsets[expert] // side" in text and "// block" not in text
+    assert "a block for each expert" in text and "# number of the expert's first block" in text
 
 
 def test_sources_are_the_projects_own():

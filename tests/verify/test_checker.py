@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import threading
 
 import numpy as np
 import processes
@@ -18,7 +19,14 @@ from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.core import kernel_headers
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.source import inlined
-from moeblaze_ref.verify.cases import make_case, standard_cases, telling_cases, wide_cases
+from moeblaze_ref.verify.cases import (
+    logit_cases,
+    make_case,
+    simulator_cases,
+    standard_cases,
+    telling_cases,
+    wide_cases,
+)
 from moeblaze_ref.verify.check import SIMULATOR_WEIGHTS
 from moeblaze_ref.verify.checker import CONTRACTS, QUANTITIES, Wrong, check_kernel, examine
 from moeblaze_ref.verify.checker.budgets import DIVISION
@@ -797,6 +805,37 @@ def test_a_missing_barrier_of_numba_is_found_every_time(monkeypatch, last):
     monkeypatch.setitem(globals(), "BARRIER", lambda: None)
     (problem,) = {problem_of(summing_kernel, "dispatch.expert_lengths").problem for _ in range(3)}
     assert "depends on the order of threads (their reverse order): lengths[0] is" in problem
+
+
+@pytest.mark.parametrize(
+    ("barrier", "order", "started"),
+    [
+        (BARRIER, "NATURAL", 2 * 8),  # each thread waits on a stack of its own
+        (lambda: None, "NATURAL", 2),  # one for each block
+        (lambda: None, "REVERSE", 2),
+        (lambda: None, "TURNS", 2 * 8),  # all threads stop before they write
+    ],
+)
+def test_threads_of_numba_that_never_wait_share_a_thread_of_python(monkeypatch, barrier, order, started):
+    from moeblaze_ref.backends.numba_cuda import simulator
+
+    monkeypatch.setitem(globals(), "BARRIER", barrier)
+    begun = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))
+    dense_map = np.full((5, 2), 1, np.int32)
+    lengths = simulator.CountingArray(np.empty(2, np.int32))
+    with simulator.watched(getattr(simulator, order)) as work:
+        summing_kernel[2, 8](simulator.CountingArray(dense_map), lengths, 5, 2)
+    assert len(begun) == started and work.threads == 2 * 8
+
+
+def test_the_cases_of_the_exercises_are_few_elements_for_numbas_simulator():
+    """And show what the others do: more tokens and experts than a block of 32 threads has, and equal logits."""
+    small, others = simulator_cases(), telling_cases()
+    assert max(case.weights.w1.size for case in small) < max(case.weights.w1.size for case in others) / 20
+    assert max(case.L for case in small) > 32 and max(case.E for case in small) > 32
+    assert {case.name for case in logit_cases()} <= {case.name for case in small}
 
 
 def test_an_addition_of_numba_that_is_not_atomic_is_found(monkeypatch):

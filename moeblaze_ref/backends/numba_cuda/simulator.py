@@ -158,7 +158,7 @@ class _Turn(BlockThread):
         super().__init__(*args)
         self.often, self.waits, self.ended = often, False, False
         self.barriers = self.reads = self.writes = 0
-        self.carrier: _Carrier | None = None  # once it has begun
+        self.carrier: Any = None  # the `_Carrier` that runs it, once it has begun
 
     def run(self):
         try:

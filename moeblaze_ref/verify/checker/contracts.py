@@ -158,7 +158,7 @@ def set_problem(contract: Contract, case: Case) -> Problem:
     tensors, bins = _tensors(case, routes), None
     if contract.stage == "block_sparse":
         bins = block_sparse.pad(routes, comparisons.block_of(case))
-        tensors |= _block_tensors(case, tensors["y_swi"], bins, routes)
+        tensors |= _block_tensors(case, bins, routes)
     inputs = {name: tensor for name in contract.inputs if (tensor := tensors[name]) is not None}
     return Problem(contract, case, routes, bins, inputs)
 
@@ -168,11 +168,12 @@ def _block_sizes(bins: PaddedBins, h: int) -> dict[str, int]:
     return {"P": bins.P, "nnz": bins.P // bins.block * wide, "side": bins.block, "wide": wide}
 
 
-def _block_tensors(case: Case, hidden: np.ndarray, bins: PaddedBins, routes: Dispatch) -> Arrays:
-    """The inputs of block_sparse; the stored blocks hold a hidden tensor (R, h) and zeros in padding."""
-    h, block = hidden.shape[1], bins.block
-    padded = np.zeros((bins.P, h), hidden.dtype)
-    padded[bins.rows] = hidden[routes.token_index_map]
+def _block_tensors(case: Case, bins: PaddedBins, routes: Dispatch) -> Arrays:
+    """The inputs of block_sparse; the stored blocks hold y_swi (R, h), and zeros in padding."""
+    _, _, y_swi, _ = comparisons.hidden(case)
+    h, block = y_swi.shape[1], bins.block
+    padded = np.zeros((bins.P, h), y_swi.dtype)
+    padded[bins.rows] = y_swi[routes.token_index_map]
     blocks = padded.reshape(bins.P // block, block, h // block, block).transpose(0, 2, 1, 3)
     values = np.array(blocks, order="C").reshape(-1, block, block)
     padded_x = block_sparse.padded_gather(case.x, bins)
