@@ -297,6 +297,22 @@ def telling_cases(dtype: str = "float32") -> list[Case]:
     ]
 
 
+def simulator_cases() -> list[Case]:
+    """Return what `telling_cases` show, on so few elements that Numba's simulator takes a second for each.
+
+    It starts a thread of Python for each element, and its blocks have 8 threads.
+    """
+    return [
+        make_case(40, 4, 4, 3, 1, name="more tokens than threads of a warp"),
+        make_case(3, 12, 20, 2, 1, name="wider than a block"),
+        make_case(5, 2, 2, 33, 2, name="more experts than lanes of a warp"),
+        _with_equal_logits(make_case(13, 8, 2, 6, 3, name="equal logits")),
+        _with_equal_logits(make_case(13, 8, 2, 40, 3, name="equal logits of 40 experts")),
+        _with_far_logits(make_case(13, 8, 2, 6, 3, name="logits far from 0")),
+        make_case(7, 5, 3, 4, 2, name="odd widths"),
+    ]
+
+
 def logit_cases() -> list[Case]:
     """Return small cases that are hard for the router alone: logits that are equal, and logits far from 0.
 

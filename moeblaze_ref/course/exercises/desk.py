@@ -1,4 +1,4 @@
-"""Check a reader's answers: a wrong one raises, the second wrong one adds a hint; the solution is shown on request."""
+"""Check a reader's answers: a wrong one raises, from the second on with a hint. The solution is shown on request."""
 
 import math
 from collections import Counter
@@ -36,6 +36,7 @@ class Desk:
         self.limits = limits  # of a kernel
         self.on_solved = on_solved  # called with the name of an exercise that is solved
         self.failures: Counter[str] = Counter()
+        self.hints_shown: Counter[str] = Counter()
         self.last: Exercise | None = None
 
     def predict(self, name: str, **said: Any) -> Markdown:
@@ -114,8 +115,9 @@ class Desk:
         return Markdown(f"**{found.praise}.** {exercise.why}\n\n```text\n{found.report}\n```")
 
     def hint(self, name: str | None = None) -> Markdown:
-        """The hint of an exercise, by default of the one tried last."""
-        return Markdown(f"**Hint.** {self._asked_for(name).hint}")
+        """Return the next hint of an exercise, by default of the one tried last. The last hint comes again."""
+        number, text = self._next_hint(self._asked_for(name))
+        return Markdown(f"**{number}.** {text}")
 
     def solution(self, name: str | None = None) -> Markdown:
         """The solution of an exercise, by default of the one tried last."""
@@ -138,12 +140,18 @@ class Desk:
         return self.last
 
     def _unsolved(self, problem: str) -> Unsolved:
-        """The failure of the exercise tried last, with its hint if it is not the first."""
+        """The failure of the exercise tried last; unless it is the first, with the next hint."""
         last = self._asked_for(None)
         self.failures[last.name] += 1
         if self.failures[last.name] < FAILURES_BEFORE_HINT:
             return Unsolved(f"{problem}\n\nhint() gives a hint, solution() the solution.")
-        return Unsolved(f"{problem}\n\nHint: {last.hint}\nsolution() shows the solution.")
+        number, text = self._next_hint(last)
+        return Unsolved(f"{problem}\n\n{number}: {text}\nsolution() shows the solution.")
+
+    def _next_hint(self, exercise: Exercise) -> tuple[str, str]:
+        """The number of the next hint, in words, and the hint; the last one again if there are no more."""
+        shown = self.hints_shown[exercise.name] = min(self.hints_shown[exercise.name] + 1, len(exercise.hints))
+        return f"Hint {shown} of {len(exercise.hints)}", exercise.hints[shown - 1]
 
 
 def _check_answers(exercise: Prediction | Construction, said: dict[str, Any]):

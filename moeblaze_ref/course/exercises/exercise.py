@@ -21,6 +21,7 @@ KINDS = {
     "capstone": "Capstone",
 }
 LEVELS = ("bronze", "silver", "gold")  #: of a capstone, from the easiest
+HARDEST = 3  # difficulty of an exercise, from 1
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,24 @@ class _Stated:
 
     name: str
     title: str
+    difficulty: int  #: 1 to ``HARDEST``
     question: str  #: Markdown, like the next two
+    hints: tuple[str, ...]  #: each says more than the one before
     why: str  #: what the solution shows
-    hint: str = ""
-    hints: tuple[str, ...] = ()  #: in steps, in place of ``hint``
-    difficulty: int = 1  #: 1 to 3
 
     def __post_init__(self):
-        object.__setattr__(self, "hint", self.hint or "\n\n".join(self.hints))
-        for field in ("question", "hint", "why"):
-            paragraphs = getattr(self, field).split("\n\n")
-            object.__setattr__(self, field, "\n\n".join(" ".join(one.split()) for one in paragraphs))
+        if self.difficulty not in range(1, HARDEST + 1):
+            raise ValueError(f"{self.name}: difficulty is {self.difficulty}, but it must be 1 to {HARDEST}")
+        if isinstance(self.hints, str) or not self.hints:
+            raise ValueError(f"{self.name}: hints is {self.hints!r}, but it must be a tuple of at least one hint")
+        object.__setattr__(self, "question", _joined(self.question))
+        object.__setattr__(self, "hints", tuple(map(_joined, self.hints)))
+        object.__setattr__(self, "why", _joined(self.why))
+
+
+def _joined(text: str) -> str:
+    """The text with one line for each paragraph."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 @dataclass(frozen=True, kw_only=True)

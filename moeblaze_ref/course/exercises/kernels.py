@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ class Kernel:
     text: str  #: the whole file
     grid: str | None = None  #: in blocks; a Numba kernel states its launch itself
     shared_bytes: str = "0"  #: dynamic shared memory of a .cu kernel's block
+    block: str = THREADS  #: threads of a .cu kernel's block
+    dtype: str = "float32"  #: the type Scalar of a .cu kernel
 
     @property
     def language(self) -> str:
@@ -33,7 +36,7 @@ class Kernel:
         """Options of the checker; none for a Numba kernel, which states its launch itself."""
         if self.language == "python":
             return {}
-        return {"grid": self.grid, "block": THREADS, "shared_bytes": self.shared_bytes}
+        return {"grid": self.grid, "block": self.block, "shared_bytes": self.shared_bytes, "dtype": self.dtype}
 
 
 def cuda_kernel(file: str, name: str, *parts: str) -> Kernel:
@@ -73,7 +76,32 @@ def cuda_grid(file: str, kernel: str) -> str:
     return kernel_headers.table(kernel_text(file))[kernel]["grid"]
 
 
-def numba_kernel(function: Any, imports: str = NUMBA_IMPORTS) -> Kernel:
-    """A kernel of `moeblaze_ref.backends.numba_cuda` as a file of its own, below what it imports."""
-    source = inspect.getsource(function.py_func).rstrip()
-    return Kernel(function.py_func.__name__, f"{imports}\n\n\n{source}\n")
+def numba_kernel(function: Any, imports: str = NUMBA_IMPORTS, *helpers: Any, **renamed: str) -> Kernel:
+    """A kernel of `moeblaze_ref.backends.numba_cuda` as a file of its own, below its imports and device functions.
+
+    ``renamed`` has new names, by the old ones: the checker matches parameters by name.
+    """
+    text = "\n\n\n".join([imports, *map(numba_source, (*helpers, function))])
+    for old, new in renamed.items():
+        text = _renamed(text, old, new)
+    return Kernel(function.py_func.__name__, f"{text}\n")
+
+
+def _renamed(text: str, old: str, new: str) -> str:
+    """Python with another name for a variable; docstrings and comments stay."""
+    parts = text.split('"""')
+    parts[::2] = [
+        "\n".join(re.sub(rf"\b{old}\b", new, code) + mark + comment for code, mark, comment in _lines(part))
+        for part in parts[::2]
+    ]
+    return '"""'.join(parts)
+
+
+def _lines(text: str) -> Iterator[tuple[str, str, str]]:
+    """Each line as its code, ``#`` and its comment, the last two empty if it has none."""
+    return (line.partition("#") for line in text.split("\n"))
+
+
+def numba_source(function: Any) -> str:
+    """The text of a kernel or device function of `moeblaze_ref.backends.numba_cuda`."""
+    return inspect.getsource(function.py_func).rstrip()

@@ -14,6 +14,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.course.exercises.exercise import (
+    HARDEST,
     KINDS,
     Capstone,
     Construction,
@@ -23,7 +24,7 @@ from moeblaze_ref.course.exercises.exercise import (
     Sheet,
     TorchExercise,
 )
-from moeblaze_ref.course.exercises.kernels import THREADS, Kernel, helpers
+from moeblaze_ref.course.exercises.kernels import Kernel, helpers
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.course.notebook.execution import METADATA
@@ -38,32 +39,30 @@ from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises import hint, predict, solution"""
 SETUP_TO_CONSTRUCT = SETUP.replace("import hint", "import construct, hint")
 
-PREDICT = (
-    "- **Predict**: put a number or a formula in the place of each `...`, then run the cell; only then does the "
-    "project compute them. Counts must be exact, bytes are counted too; what comes out of a division may be off by one "
-    "percent. A `layer` has its sizes: "
-    "`layer.L`, `d`, `h`, `E`, `k`, `R = L * k`, and `itemsize`, the bytes of one element."
-)
-CONSTRUCT = (
-    "- **Construct**: put an example in the place of each `...`, then run the cell. Several examples are right; the "
-    "project checks yours, and says what is wrong with it."
-)
-CHECK = (
-    "- **Fill the hole, find the bug**: edit the kernel below `%%check` and run the cell. The comment `Your part` "
-    "marks a hole; a bug is not marked. The kernel is checked as by `moeblaze check --kernel`, in a process of its own "
-    "and without a GPU: on small hard cases, over poisoned outputs, every access checked and its bytes counted, in "
-    "several orders of the threads. Numba's simulator accepts Python that a GPU would refuse, such as numpy's "
-    f"functions; do without it. After {LIMIT_SECONDS} seconds the check stops. The first check takes longest: it loads "
-    "the checker itself. New to CUDA? [One page](../../docs/cuda.md) has what you need.\n"
-    "- **Names**: `THREADS`, those of a block; `EMPTY`, -1, in place of an index that there is not; `ZERO`, 0 in "
-    "float32; `DYNAMIC_SHARED(type, name)`, an array in the block's shared memory, of the bytes that the launch "
-    "gives.\n"
-    "- **Budget**: the most that all threads together may ask of memory, in bytes (`read`, `written`) or in `sectors` "
-    "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`.\n"
-    "- **Division of the work**: a kernel in which one thread does the work of many is refused, even if it is right. "
-    "`accesses` counts those to global and shared memory by the thread that makes the most, `barriers` those "
-    "that a block passes, `threads` those of the grid that write to memory."
-)
+PREDICT = """\
+- **Predict**: replace each `...` by a number or a formula, and run the cell. The project computes the numbers after
+  that. Counts and bytes must be exact. The result of a division may be off by one percent. A `layer` has its sizes:
+  `layer.L`, `d`, `h`, `E`, `k`, `R = L * k`, and `itemsize`, the bytes of one element."""
+CONSTRUCT = """\
+- **Construct**: replace each `...` by an example, and run the cell. Several examples are right. The project checks
+  yours and says what is wrong."""
+CHECK = f"""\
+- **Fill the hole, find the bug**: edit the kernel below `%%check`, and run the cell. The comment `Your part` marks a
+  hole. A bug is not marked.
+- **The check** is that of `moeblaze check --kernel`. It needs no GPU. It runs the kernel on small hard cases in a
+  process of its own, with several orders of the threads. Outputs start as poison, and every access is checked and
+  counted. The first check is the slowest, because it loads the checker. A check ends after {LIMIT_SECONDS} seconds.
+- **Numba** kernels run in Numba's simulator. It accepts some Python that a GPU refuses, such as numpy's functions: do
+  not use it. The simulator has no functions of a warp.
+- **Names**: `THREADS` is the number of threads of a block. `EMPTY` is -1, in place of an index that does not exist.
+  `ZERO` is 0 in float32. `DYNAMIC_SHARED(type, name)` declares the block's dynamic shared memory as an array. New to
+  CUDA? Read [one page](../../docs/cuda.md).
+- **Budget**: the most that all threads together may ask of memory. `read` and `written` are bytes, `sectors` are units
+  of 32 bytes, and `conflicts` are extra passes over the banks of shared memory. Neighbours are multiplied: `4 R h` is
+  `4 * R * h`.
+- **Division of the work**: the checker refuses a right kernel in which one thread does the work of many. `accesses` is
+  the number of accesses to global and shared memory of the thread that makes the most. `barriers` is the number of
+  barriers that a block passes. `threads` is the number of threads that write to memory."""
 TORCH = (
     "- **Write it in torch**: edit the code below `%%check` and run the cell. The code may import torch and a few "
     "modules of Python. The project runs it in processes of its own, on cases that it does not show. It compares the "
@@ -77,12 +76,11 @@ CAPSTONE = (
     "- **Names**: `EMPTY`, `THREADS` and the other names of the project's headers are those of the "
     "[sheet of notebook 3](03_gather_gemm_swiglu.ipynb). All bytes are those that threads ask for, in float32."
 )
-ASK = (
-    "- A wrong answer raises, and names the first number or element that differs. `hint()` gives a hint, which comes "
-    "by itself the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of the one "
-    "that you "
-    'name: `hint("NAME")`.'
-)
+ASK = """\
+- **Difficulty**: 1 is one line that follows from the question, 2 needs an idea, and 3 needs several ideas at once.
+- **Help**: a wrong answer raises an error that names the first wrong number or element. `hint()` shows the next hint.
+  From the second wrong answer on, the error has it too. `solution()` shows the solution. Both are about the exercise
+  that you tried last, or about the one that you name: `hint("NAME")`."""
 
 
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
@@ -95,8 +93,7 @@ def exercise_notebook(sheet: Sheet) -> NotebookNode:
         Capstone: CAPSTONE,
     }
     how = "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
-    other = f"Solutions, when you are done: [{sheet.title}](../solutions/{sheet.course}.ipynb)."
-    return _notebook(sheet, "Exercises", f"{how}\n\n{other}", solved=False)
+    return _notebook(sheet, "Exercises", how, solved=False)
 
 
 def solution_notebook(sheet: Sheet) -> NotebookNode:
@@ -133,7 +130,7 @@ def _head(sheet: Sheet, what: str) -> tuple[str, str]:
 
 def _question(place: int, exercise: Exercise) -> Iterator[str]:
     yield f"## {place}. {exercise.title}"
-    yield f"*{KINDS[exercise.kind]}.* {exercise.question}"
+    yield f"*{KINDS[exercise.kind]}. Difficulty {exercise.difficulty} of {HARDEST}.* {exercise.question}"
     if isinstance(exercise, Capstone):
         limits = [f"**{level.capitalize()}**: {_listed(budgets)}." for level, budgets in exercise.levels.items()]
         yield "  \n".join([_task(exercise), *limits, f"**Division of the work**: {_listed(exercise.division)}."])
@@ -160,7 +157,8 @@ def _launch(kernel: Kernel) -> str:
     if not kernel.launch:
         return "Launched as the docstring says."
     dynamic = f", `{kernel.shared_bytes}` bytes of dynamic shared memory" if kernel.shared_bytes != "0" else ""
-    return f"Launched with a grid of `{kernel.grid}`, `THREADS = {THREADS}`{dynamic}."
+    scalar = f", `Scalar` is {kernel.dtype}" if kernel.dtype != "float32" else ""
+    return f"Launched with a grid of `{kernel.grid}`, `THREADS = {kernel.block}`{dynamic}{scalar}."
 
 
 def reset(name: str, path: Path) -> None:

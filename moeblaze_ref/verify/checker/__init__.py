@@ -14,7 +14,14 @@ from types import MappingProxyType
 from typing import Any
 
 from moeblaze_ref.verify import check
-from moeblaze_ref.verify.cases import Case, many_tokens_case, standard_cases, telling_cases, wide_cases
+from moeblaze_ref.verify.cases import (
+    Case,
+    many_tokens_case,
+    simulator_cases,
+    standard_cases,
+    telling_cases,
+    wide_cases,
+)
 from moeblaze_ref.verify.checker.budgets import QUANTITIES, Budget
 from moeblaze_ref.verify.checker.contracts import CONTRACTS, Contract, find_contract
 from moeblaze_ref.verify.checker.exam import Exam
@@ -113,7 +120,7 @@ def prepare(
         k > 1 again with renormalised gates.
     small : bool
         Leave out, or cut to size, what of the standard cases is too large for a simulator, as Numba's always does, and
-        leave out the wide ones.
+        leave out the wide ones. Numba's simulator gets `cases.simulator_cases` in place of the telling ones.
     numba_runner : callable
         Says where Numba's kernels run. By default it looks for a GPU in this process.
 
@@ -148,14 +155,15 @@ def _read(budgets: Iterable[str], contract: Contract) -> tuple[Budget, ...]:
 
 def _cases(terms: Terms, runner: str, small: bool) -> list[Case]:
     """The standard, telling and wide cases, and those with renormalised gates if a .cu file knows of these."""
-    standard, wide = standard_cases(), wide_cases()
+    standard, telling, wide = standard_cases(), telling_cases(terms.dtype), wide_cases()
     if terms.contract.stage == "dispatch":
         wide.append(many_tokens_case(TOKENS))
     if runner == "simulator":
         standard, wide = check.cut_to_size(standard), wide_cases(width=1)
     if small:
         standard, wide = check.cut_to_size(standard), []
-    cases = standard + telling_cases(terms.dtype) + wide
+        telling = simulator_cases() if runner == "simulator" else telling
+    cases = standard + telling + wide
     if not isinstance(terms.kernel, CudaKernel) or "RENORMALIZE" not in terms.kernel.text:
         return cases
     return cases + [replace(case, renormalize=True) for case in cases if case.k > 1]

@@ -12,15 +12,16 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from moeblaze_ref.backends.numpy_ref import activation, combine, dispatch, expert_down, expert_up, gating
+from moeblaze_ref.backends.numpy_ref import activation, block_sparse, combine, dispatch, expert_down, expert_up, gating
 from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.contract import DTYPE, INT32, ROUTING
-from moeblaze_ref.core.structures import Dispatch
+from moeblaze_ref.core.structures import Dispatch, PaddedBins
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case
 
 SIZES = ("L", "d", "h", "E", "k", "R")
+BLOCK_SIZES = ("P", "nnz", "side", "wide")  # of block_sparse: padded rows, stored blocks, their side, blocks along h
 ROUTES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
 SLOT_ORDER = ROUTES[2:]  # (R,) as (L, k), row-major; other (R, ...) are in expert order
 
@@ -29,11 +30,14 @@ _STATED = stage_contracts.tensors()
 _OF_KERNELS = dict.fromkeys(("d_load_balancing_loss", "d_router_z_loss"), "1")
 _OF_KERNELS |= {"gate_of_row": "R", "gate_terms": "R h", "shares": "E"}  # float32
 _INDICES = dict.fromkeys(ROUTES, "R") | {"expert_token_offsets": "E+1"}
-_SHAPES = {name: tensor.axes for name, tensor in _STATED.items()} | _OF_KERNELS | _INDICES
+_INDICES |= dict.fromkeys(("column_indices", "row_indices", "transpose_indices"), "nnz")
+_INDICES |= {"padded_offsets": "E+1", "row_offsets": "M+1", "column_offsets": "N+1"}  # M and N: block rows and columns
+_OF_BLOCKS = {"values": "nnz side side", "padded_x": "P d", "padded_y": "P d"}
+_SHAPES = {name: tensor.axes for name, tensor in _STATED.items()} | _OF_KERNELS | _INDICES | _OF_BLOCKS
 AXES = {name: tuple(shape.split()) for name, shape in _SHAPES.items()}
 _KINDS = {DTYPE: "Scalar", ROUTING: "float", INT32: "int"}  # Scalar is the dtype under test
 HOLDS = {name: _KINDS[tensor.kind] for name, tensor in _STATED.items()}
-HOLDS |= dict.fromkeys(_OF_KERNELS, "float") | dict.fromkeys(_INDICES, "int")
+HOLDS |= dict.fromkeys(_OF_KERNELS, "float") | dict.fromkeys(_INDICES, "int") | dict.fromkeys(_OF_BLOCKS, "Scalar")
 OF_A_GATE = ("b", "d_b")  # outputs that an ungated activation lacks
 
 Arrays = dict[str, np.ndarray]
@@ -79,10 +83,15 @@ class Contract:
         return any(HOLDS[name] == "Scalar" for name in self.tensors)
 
     @property
+    def known_sizes(self) -> tuple[str, ...]:
+        """The sizes that its kernel may take."""
+        return SIZES + BLOCK_SIZES if self.stage == "block_sparse" else SIZES
+
+    @property
     def sizes(self) -> tuple[str, ...]:
-        """The sizes that its shapes are made of."""
-        symbols = {symbol for name in self.tensors for symbol in AXES[name]}
-        return tuple(size for size in SIZES if size in symbols or f"{size}+1" in symbols)
+        """The sizes that its shapes are made of; all sizes of blocks, if it has any."""
+        symbols = {symbol for name in self.tensors for symbol in AXES[name]} | {*BLOCK_SIZES}
+        return tuple(size for size in self.known_sizes if size in symbols or f"{size}+1" in symbols)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,27 +101,39 @@ class Problem:
     contract: Contract
     case: Case  #: already rounded to the dtype under test
     dispatch: Dispatch
+    bins: PaddedBins | None  #: of the stage block_sparse alone
     inputs: Arrays  #: those of the contract that the activation has
 
     @property
     def sizes(self) -> dict[str, int]:
-        """L, d, h, E, k and R by name."""
+        """Those of the contract's ``known_sizes``, by name."""
         _, d, h = self.case.weights.w1.shape
-        return dict(zip(SIZES, (self.case.L, d, h, self.case.E, self.case.k, self.dispatch.R), strict=True))
+        sizes = dict(zip(SIZES, (self.case.L, d, h, self.case.E, self.case.k, self.dispatch.R), strict=True))
+        return sizes | (_block_sizes(self.bins, h) if self.bins else {})
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """The length of each axis, by its symbol in `AXES`."""
+        extents = self.sizes | {"E+1": self.case.E + 1, "1": 1}
+        if self.bins:
+            extents |= {"M+1": self.bins.P // self.bins.block + 1, "N+1": self.case.E * extents["wide"] + 1}
+        return extents
 
     @property
     def outputs(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the outputs that the activation has, by name."""
-        sizes = self.sizes | {"E+1": self.case.E + 1, "1": 1}
+        extents = self.extents
         absent = () if is_gated(self.case.activation) else OF_A_GATE
-        return {name: tuple(sizes[axis] for axis in AXES[name]) for name in self.contract.writes if name not in absent}
+        return {
+            name: tuple(extents[axis] for axis in AXES[name]) for name in self.contract.writes if name not in absent
+        }
 
     @cached_property
     def expected(self) -> Arrays:
         """The outputs by the specification, in float64 or int32. Computed when first asked for: after the launches."""
         exact = {name: a if a.dtype == np.int32 else a.astype(np.float64) for name, a in self.inputs.items()}
         absent = dict.fromkeys(self.contract.inputs)
-        given = SimpleNamespace(**absent | exact, dispatch=self.dispatch, E=self.case.E, k=self.case.k)
+        given = SimpleNamespace(**absent | exact, dispatch=self.dispatch, bins=self.bins, **self.sizes)
         given.activation, given.renormalize = self.case.activation, self.case.renormalize
         return {name: array for name, array in self.contract.expect(given).items() if array is not None}
 
@@ -134,9 +155,30 @@ def find_contract(task: str) -> Contract:
 def set_problem(contract: Contract, case: Case) -> Problem:
     """The inputs that `moeblaze_ref.verify.check` would use for this case."""
     routes = dispatch.build_by_sort(case.topk_experts, case.E)
-    tensors = _tensors(case, routes)
+    tensors, bins = _tensors(case, routes), None
+    if contract.stage == "block_sparse":
+        bins = block_sparse.pad(routes, comparisons.block_of(case))
+        tensors |= _block_tensors(case, bins, routes)
     inputs = {name: tensor for name in contract.inputs if (tensor := tensors[name]) is not None}
-    return Problem(contract, case, routes, inputs)
+    return Problem(contract, case, routes, bins, inputs)
+
+
+def _block_sizes(bins: PaddedBins, h: int) -> dict[str, int]:
+    wide = h // bins.block
+    return {"P": bins.P, "nnz": bins.P // bins.block * wide, "side": bins.block, "wide": wide}
+
+
+def _block_tensors(case: Case, bins: PaddedBins, routes: Dispatch) -> Arrays:
+    """The inputs of block_sparse; the stored blocks hold y_swi (R, h), and zeros in padding."""
+    _, _, y_swi, _ = comparisons.hidden(case)
+    h, block = y_swi.shape[1], bins.block
+    padded = np.zeros((bins.P, h), y_swi.dtype)
+    padded[bins.rows] = y_swi[routes.token_index_map]
+    blocks = padded.reshape(bins.P // block, block, h // block, block).transpose(0, 2, 1, 3)
+    values = np.array(blocks, order="C").reshape(-1, block, block)
+    padded_x = block_sparse.padded_gather(case.x, bins)
+    topology = block_sparse.build_topology(bins, h).arrays()
+    return topology | {"padded_offsets": bins.padded_offsets, "values": values, "padded_x": padded_x}
 
 
 def _tensors(case: Case, routes: Dispatch) -> dict[str, np.ndarray | None]:
@@ -194,11 +236,27 @@ def _d_gates(given):
     return {"d_gates": combine.backward(given.d_out, given.y, gates, given.dispatch)[1]}
 
 
+def _blocks(given):
+    topology = block_sparse.build_topology(given.bins, given.h).arrays()
+    return {name: topology[name] for name in _BLOCK_INDICES}
+
+
+def _dsd(given):
+    topology = block_sparse.build_topology(given.bins, given.h)
+    return {"padded_y": block_sparse.dsd(given.values, topology, given.w3.reshape(-1, given.d))}
+
+
+def _dds(given):
+    topology = block_sparse.build_topology(given.bins, given.h)
+    return {"d_w": block_sparse.dds(given.padded_x, given.values, topology, transpose_lhs=True, parts=given.E)}
+
+
 def _named(names, arrays):
     return dict(zip(names, arrays, strict=True))
 
 
 _ROWS, _HIDDEN = ("expert_token_indices", "token_index_map"), ("a", "b", "y_swi")
+_BLOCK_INDICES = ("column_indices", "row_indices", "transpose_indices")
 _ALL = (
     Contract(
         "gating", "softmax over the experts and the k best of each token",
@@ -275,6 +333,23 @@ _ALL = (
     Contract(
         "combine.d_gates", "the gradient of the gates: <d_out, y> of each slot",
         ("d_out", "y", *ROUTES), ("d_gates",), "ceil(R / THREADS)", _d_gates,
+    ),
+    Contract(
+        "block_sparse.pad_offsets", "where each expert's rows begin if its group fills whole blocks, and P at the end",
+        ("expert_token_offsets",), ("padded_offsets",), "1",
+        lambda given: {"padded_offsets": given.bins.padded_offsets},
+    ),
+    Contract(
+        "block_sparse.blocks", "block row and block column of each stored block, and their order by block columns",
+        ("padded_offsets",), _BLOCK_INDICES, "ceil(nnz / THREADS)", _blocks,
+    ),
+    Contract(
+        "block_sparse.dsd", "the padded rows of y: the stored blocks, times w3 of all experts as one matrix",
+        ("values", "w3", "row_offsets", *_BLOCK_INDICES), ("padded_y",), "ceil(P d / THREADS)", _dsd,
+    ),
+    Contract(
+        "block_sparse.dds", "padded_x transposed, times the stored blocks: the gradient of w1 if the blocks hold d_a",
+        ("padded_x", "values", "column_offsets", *_BLOCK_INDICES), ("d_w",), "ceil(E d h / THREADS)", _dds,
     ),
 )  # fmt: skip
 CONTRACTS = {contract.task: contract for contract in _ALL}

@@ -16,7 +16,7 @@ from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.core import checks, kernel_headers
 from moeblaze_ref.runtime.declarations import Parameter
 from moeblaze_ref.runtime.source import KernelSource, Size, check_launch, three
-from moeblaze_ref.verify.checker.contracts import SIZES, Contract, dtype_of
+from moeblaze_ref.verify.checker.contracts import Contract, dtype_of
 from moeblaze_ref.verify.checker.sources import check_source
 
 THREADS = 256  # of a block, where a .cu file does not say
@@ -140,7 +140,7 @@ class CudaKernel:
 def _misfit(contract: Contract, dtype: str, parameter: Parameter) -> str:
     """Return what is wrong with one parameter, or an empty text."""
     name = parameter.name
-    if name in SIZES:
+    if name in contract.known_sizes:
         fits = not parameter.pointer and "int" in parameter.dtype
         return "" if fits else f"parameter {name} is a size: int {name}"
     if name not in contract.tensors:
@@ -169,7 +169,7 @@ def declaration(contract: Contract, dtype: str = "float32") -> str:
 
 def _accept(kernel, contract: Contract, names: Iterable[str], wrong: str, declared: str):
     """Every name is known and every output is there."""
-    known = (*contract.tensors, *SIZES)
+    known = (*contract.tensors, *contract.known_sizes)
     unknown = [_unknown(name, known) for name in names if name not in known]
     missing = [f"the output {name} is no parameter" for name in contract.outputs if name not in names]
     problem = next(filter(None, (*unknown[-1:], wrong, *missing)), "")

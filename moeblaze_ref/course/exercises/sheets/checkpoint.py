@@ -53,6 +53,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="freed-bytes",
         title="What a policy frees",
+        difficulty=1,
         question="""Between its products, policy `paper` keeps `a`, `b` and `y_swi`, `minimal` keeps `a` and `b`, and
             `inputs` keeps nothing. How many bytes does `minimal` free in comparison with `paper`, and how many does
             `inputs` free in comparison with `minimal`?""",
@@ -63,13 +64,14 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_freed,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hint="Each of the three is `(R, h)`.",
+        hints=("Each of the three is `(R, h)`.",),
         why="""From `paper` to `minimal`, the layer computes one multiplication more for each element. From `minimal` to
             `inputs`, it computes two matrix products more.""",
     ),
     Prediction(
         name="price-of-a-byte",
         title="FLOPs for a byte",
+        difficulty=2,
         question="""Under `inputs` the backward computes `a` and `b` again. How many FLOPs does that take, and how many
             for each byte that `inputs` frees in comparison with `minimal`?""",
         given={"layer": preset("conf3").config},
@@ -79,12 +81,16 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_price,
         computed_by="moeblaze_ref.bench.roofline.cost_of",
-        hint="Two products of `2 * R * d * h` FLOPs, for two tensors of `R * h` elements: what cancels?",
+        hints=(
+            "Use the bytes of the exercise before.",
+            "Two products of `2 * R * d * h` FLOPs, for two tensors of `R * h` elements: what cancels?",
+        ),
         why="The number of rows and the expert width cancel, so the price of a byte grows with `d` alone.",
     ),
     Prediction(
         name="longer-steps",
         title="How many more tokens?",
+        difficulty=3,
         question="""The activations of one layer's forward must fit into `capacity` bytes. How many times as many tokens
             does `inputs` allow as `paper`? Both need `y_swi` `(R, h)`, `y` `(R, d)`, `x` and `out` `(L, d)`, and
             `paper` keeps `a` and `b`. Under `inputs` the forward frees `y_swi` once `y` is there, and makes `out` after
@@ -97,15 +103,19 @@ EXERCISES: tuple[Exercise, ...] = (
         asked={"times": Asked("a ratio", "paper / inputs")},
         truth=_largest,
         computed_by="moeblaze_ref.memory.accounting.largest_tokens",
-        hint="""For one token, an `(R, h)` tensor has `k * h` elements, `y` has `k * d`, `x` and `out` have `d`. Add up,
+        hints=(
+            "Count the elements that one token costs under each policy. The answer is their ratio.",
+            """For one token, an `(R, h)` tensor has `k * h` elements, `y` has `k * d`, `x` and `out` have `d`. Add up,
             for each policy, what is alive at the worst moment: with `out` under `paper`, before `out` under
             `inputs`.""",
+        ),
         why="""`inputs` keeps nothing between the products, but the ratio is far from what the kept bytes promise. The
             forward itself needs memory for `y_swi` and `y`.""",
     ),
     KernelExercise(
         name="rebuild-y",
         title="Rebuild what was not kept",
+        difficulty=2,
         kind="cuda",
         question="""Policy `minimal` keeps `a` and `b`, not `y_swi = act(a) * b`. The backward has them in registers, so
             it rebuilds `y_swi` on the way. You have `d_y` (the element of `d_out w3^T`), `gate`, `a_value`, `b_value`,
@@ -119,7 +129,10 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         budgets=("read of a <= 4 R h", "read of b <= 4 R h", "written <= 16 R h"),
         division=("accesses <= 2 d + 10", "barriers <= 0", "threads >= R h"),
-        hint="Behind the gate the gradient of `y_swi` is `gate * d_y`. Then the product rule: `y_swi = act(a) * b`.",
+        hints=(
+            "Write the formula of `y_swi` first, then differentiate it with respect to `a` and to `b`.",
+            "Behind the gate the gradient of `y_swi` is `gate * d_y`. Then the product rule: `y_swi = act(a) * b`.",
+        ),
         why="""The gate's gradient needs neither `y` nor `y_swi` from memory: `<d_out, y> = <d_out w3^T, y_swi>`, and
             the right side lies in registers.""",
     ),

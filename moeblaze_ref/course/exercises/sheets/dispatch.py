@@ -17,6 +17,10 @@ from moeblaze_ref.backends.numba_cuda.runtime import cuda
 from moeblaze_ref.core.structures import EMPTY
 
 THREADS = 32"""
+SCAN_IMPORTS = """\
+from numba import int32
+
+from moeblaze_ref.backends.numba_cuda.runtime import THREADS, cuda"""
 INDICES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
 
 LENGTHS = """\
@@ -51,6 +55,63 @@ extern "C" __global__ void expert_lengths(const int* dense_map, int* lengths, in
 }
 """
 
+OWN_COUNTERS = """\
+from numba import int32
+
+from moeblaze_ref.backends.numba_cuda.runtime import THREADS, cuda
+from moeblaze_ref.core.structures import EMPTY
+
+
+@cuda.jit
+def expert_lengths(dense_map, lengths):
+    \"\"\"Count for all experts in one block, whose threads have a counter each for every expert.
+
+    Grid          1 block of THREADS threads
+    Shared bytes  4 E THREADS
+    \"\"\"
+    counts = cuda.shared.array(0, int32)  # (THREADS, E)
+    thread = cuda.threadIdx.x
+    num_tokens, num_experts = dense_map.shape
+    mine = thread * num_experts  # where the thread's counters begin
+    for expert in range(num_experts):
+        counts[mine + expert] = 0
+    for token in range(thread, num_tokens, THREADS):
+        for expert in range(num_experts):
+            if dense_map[token, expert] != EMPTY:
+                counts[mine + expert] += 1
+    cuda.syncthreads()
+    for expert in range(thread, num_experts, THREADS):
+        total = 0
+        for other in range(THREADS):
+            total += counts[other * num_experts + expert]
+        lengths[expert] = total
+"""
+
+BALLOT = """\
+#include "dispatch.cuh"
+
+// A warp has an expert, and walks down its column, 32 tokens at a time.
+extern "C" __global__ void route_indices(const int* dense_map, const int* expert_token_offsets,
+                                         const int* topk_experts, int* expert_token_indices, int* token_index_map,
+                                         int L, int E, int k) {
+    const int expert = blockIdx.x * (THREADS / WARP) + warp_id();
+    if (expert >= E) return;
+    int base = expert_token_offsets[expert];
+    for (int first = 0; first < L; first += WARP) {
+        const int token = first + lane_id();
+        const bool routed = token < L && dense_map[token * E + expert] != EMPTY;
+        const unsigned votes = __ballot_sync(FULL_WARP, routed);
+        const int rank = __popc(votes & ((1u << lane_id()) - 1)), total = __popc(votes);
+        if (routed) {
+            const int position = base + rank;
+            expert_token_indices[position] = token;
+            token_index_map[token * k + slot_of(topk_experts + token * k, expert)] = position;
+        }
+        base += total;
+    }
+}
+"""
+
 
 def _index_bytes(layer):
     found = {tensor.name: tensor.bytes for tensor in account(layer, "moeblaze", "minimal").tensors}
@@ -61,6 +122,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="index-bytes",
         title="What replaces the routed copy",
+        difficulty=1,
         question="""The four index structures are `expert_token_indices` `(R,)`, `expert_token_offsets` `(E + 1,)`,
             `token_expert_indices` `(R,)` and `token_index_map` `(R,)`, all int32. How many bytes do they take together?
             The dense map `(L, E)`, int32, builds them and is freed again. How many bytes does it take?""",
@@ -71,13 +133,14 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_index_bytes,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hint="An int32 has 4 bytes. Count the elements of all four; do not forget the offset at the end.",
+        hints=("An int32 has 4 bytes. Count the elements of all four; do not forget the offset at the end.",),
         why="""The structures take twelve bytes for each routed row, in place of `2 * d`. The map is larger than the
             structures as soon as `E` exceeds `3 * k`.""",
     ),
     KernelExercise(
         name="dense-map",
         title="Step 1: who goes where",
+        difficulty=1,
         kind="numba",
         question="""A block has a tile of tokens, and all its threads have cleared the tile's rows of the map. Now each
             thread that has a token enters it: `dense_map[token, e] = token` for every expert `e` that the token
@@ -90,13 +153,17 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         budgets=("read <= 4 R", "written <= 4 L E + 4 R"),
         division=("accesses <= E + 2 k", "barriers <= 1", "threads >= L"),
-        hint="""The thread's token is `first + thread`; its experts are `topk_experts[token, 0]` to `topk_experts[token,
+        hints=(
+            "The `if` above says which threads have a token. Begin with the number of the thread's token.",
+            """The thread's token is `first + thread`; its experts are `topk_experts[token, 0]` to `topk_experts[token,
             k - 1]`.""",
+        ),
         why="No two threads write the same entry, so no thread needs an atomic.",
     ),
     KernelExercise(
         name="tree-sum",
         title="Step 2: add up in a tree",
+        difficulty=2,
         kind="numba",
         question="""Each thread of a block has counted some of its expert's tokens, into `counts[thread]` in shared
             memory. Add the counts up into `counts[0]`, in rounds. In the first round, each thread of the lower half
@@ -114,14 +181,18 @@ EXERCISES: tuple[Exercise, ...] = (
             "barriers <= log2(THREADS) + 1",
             "threads >= E THREADS",
         ),
-        hint="""`half` begins at `THREADS // 2` and is halved in each round. In a round, the threads below `half` add
+        hints=(
+            "In the first round thread `t` adds `counts[t + THREADS // 2]` to its own number.",
+            """`half` begins at `THREADS // 2` and is halved in each round. In a round, the threads below `half` add
             `counts[thread + half]`; then *all* threads meet at `cuda.syncthreads()`.""",
+        ),
         why="""The sum takes `log2(THREADS)` rounds, in place of `THREADS` additions by one thread. The barrier is
             outside of the `if`, because all threads of the block must reach it.""",
     ),
     KernelExercise(
         name="rank-and-write",
         title="Step 3: every row's position",
+        difficulty=2,
         kind="cuda",
         question="""A block walks down the column of its expert. `rank.exclusive` is the number of tokens of this tile
             before the thread's own; `base` is where the tile begins in expert order. Compute the row's position, and
@@ -140,15 +211,19 @@ EXERCISES: tuple[Exercise, ...] = (
             "barriers <= 2 ceil(L / THREADS)",
             "threads >= R / max(1, ceil(L / THREADS))",
         ),
-        hint="""`base` begins at the expert's offset and grows by each tile's total, so the position is `base +
+        hints=(
+            "The position counts three groups: rows of experts before, tokens of tiles before, and lower threads.",
+            """`base` begins at the expert's offset and grows by each tile's total, so the position is `base +
             rank.exclusive`. `slot_of(topk_experts + token * k, expert)` returns the slot that the token used for this
             expert.""",
+        ),
         why="""Inside an expert the tokens ascend, since ranks follow the column. A stable sort would give the same
             order.""",
     ),
     KernelExercise(
         name="missing-barrier",
         title="Right by luck",
+        difficulty=1,
         kind="bug",
         question="""Each thread counts, and the last one adds up the counts. The kernel is right if threads happen to
             run one after another in the order of their numbers, which no GPU promises. The checker runs it in other
@@ -158,13 +233,17 @@ EXERCISES: tuple[Exercise, ...] = (
         change=("    counts[threadIdx.x] = count;\n    __syncthreads();\n", "    counts[threadIdx.x] = count;\n"),
         budgets=("read <= 4 L E", "written <= 4 E"),
         division=("accesses <= ceil(L / THREADS) + THREADS + 1", "barriers <= 1", "threads >= E THREADS"),
-        hint="The last thread reads what all others wrote. How does it know that they have?",
+        hints=(
+            "Run the threads in reverse order in your head. What does the last one read?",
+            "The last thread reads what all others wrote. How does it know that they have?",
+        ),
         why="""A kernel whose result depends on the order of its threads is wrong, even if one run gives the right
             result. Every thread must reach the barrier, so it stands before the `return`.""",
     ),
     KernelExercise(
         name="in-order",
         title="Read the map as it lies",
+        difficulty=2,
         kind="cuda",
         question="""The project's first version counts an expert's tokens down its column. Neighbouring threads read `4
             * E` bytes apart, and each entry may cost a sector of 32 bytes. Count all experts in *one* block that reads
@@ -184,9 +263,102 @@ EXERCISES: tuple[Exercise, ...] = (
             "barriers <= 2",
             "threads >= R / max(1, ceil(L E / THREADS))",
         ),
-        hint="""Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: at each turn a warp reads 32
+        hints=(
+            "Neighbouring threads must read neighbouring entries in the same turn of the loop.",
+            """Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: at each turn a warp reads 32
             neighbours, 128 bytes in four sectors.""",
+        ),
         why="""The kernel asks for the same bytes, but in fewer sectors, because a warp reads neighbouring words. But
             one block keeps one multiprocessor busy; the project's second version makes the map smaller instead.""",
+    ),
+    KernelExercise(
+        name="prefix-rounds",
+        title="Prefix sums in rounds",
+        difficulty=2,
+        kind="numba",
+        question="""`scratch` has one number of each thread, in shared memory. Replace each number by its sum with all
+            numbers of lower threads, in rounds. In the round with reach `r = 1, 2, 4, ...` a thread adds the number
+            that lies `r` threads below it, if there is one. After the round, its number is the sum over the last `2 *
+            r` threads.""",
+        task="dispatch.expert_offsets",
+        kernel=numba_kernel(
+            dispatch.expert_offsets_kernel, SCAN_IMPORTS, dispatch.exclusive_scan, offsets="expert_token_offsets"
+        ),
+        change=(
+            "    reach = 1\n...\n        reach *= 2\n",
+            "    # Your part: all rounds. Think of who may still read the number that a thread replaces.\n",
+        ),
+        budgets=("read <= 4 E", "written <= 4 E + 4"),
+        division=(
+            "accesses <= (3 log2(THREADS) + 5) ceil(E / THREADS) + 1",
+            "barriers <= (2 log2(THREADS) + 2) ceil(E / THREADS)",
+            "threads >= THREADS",
+        ),
+        hints=(
+            "A round has two parts: all threads read the number below them, then all threads write their own.",
+            """Read `left = scratch[thread - reach] if thread >= reach else 0`, meet at a barrier, add `left` to
+            `scratch[thread]`, and meet at a second barrier. Then double `reach` while it is below `THREADS`.""",
+        ),
+        why="""A scan takes `log2(THREADS)` rounds. Each round needs two barriers, since all threads read what other
+            threads replace. In the tree of step 2 one is enough: there, no thread reads what another one replaces in
+            the same round.""",
+    ),
+    KernelExercise(
+        name="own-counters",
+        title="Counters of your own",
+        difficulty=2,
+        kind="numba",
+        question="""One block counts for all experts. Two threads that add to the same counter would need atomics. So
+            each thread has a counter of its own for every expert: that of expert `e` is `counts[mine + e]`. Thread `t`
+            counts the tokens `t`, `t + THREADS`, ... After that, the threads share the experts: each adds up all
+            counters of some experts and writes their lengths. Write both parts.""",
+        task="dispatch.expert_lengths",
+        kernel=Kernel("expert_lengths", OWN_COUNTERS),
+        change=(
+            "    for token in range(thread, num_tokens, THREADS):\n...\n        lengths[expert] = total\n",
+            "    # Your part: count the thread's tokens; then add up the counters of some experts.\n",
+        ),
+        budgets=("read <= 4 L E", "written <= 4 E"),
+        division=(
+            "accesses <= 3 E ceil(L / THREADS) + E + (THREADS + 1) ceil(E / THREADS)",
+            "barriers <= 1",
+            "threads >= THREADS",
+        ),
+        hints=(
+            "Between the two parts every thread must have counted.",
+            """The counter of thread `other` for an expert is `counts[other * num_experts + expert]`. Thread `t` sums
+            those of the experts `t`, `t + THREADS`, ...""",
+        ),
+        why="""Private counters turn a contended sum into two sums without a conflict, at the price of `THREADS` times
+            the shared memory. For floats the result also has a fixed order, which atomics do not have.""",
+    ),
+    KernelExercise(
+        name="ballot-rank",
+        title="A rank by one vote",
+        difficulty=2,
+        kind="cuda",
+        question="""Each lane of a warp knows whether its token is `routed` to the expert. `rank` is the number of lower
+            lanes that are routed, and `total` the number of all of them. Compute both without shared memory.
+            `__ballot_sync(FULL_WARP, routed)` gives every lane a word, whose bit `l` is set if lane `l` is routed.
+            `__popc(word)` counts the bits of a word.""",
+        task="dispatch.route_indices",
+        kernel=Kernel("route_indices", BALLOT, grid="ceil(32 E / THREADS)"),
+        change=(
+            "        const unsigned votes = __ballot_sync(FULL_WARP, routed);\n"
+            "        const int rank = __popc(votes & ((1u << lane_id()) - 1)), total = __popc(votes);\n",
+            "        const int rank = 0, total = 0;  // Your part: one vote gives both.\n",
+        ),
+        budgets=("written <= 8 R", "read of dense_map <= 4 L E", "read of topk_experts <= 4 R k"),
+        division=(
+            "accesses <= 1 + (3 + k) ceil(L / 32)",
+            "barriers <= 0",
+            "threads >= R / max(1, ceil(L / 32))",
+        ),
+        hints=(
+            "All lanes must vote, also those without a token.",
+            "The lower lanes of lane `l` are the bits of `(1u << l) - 1`. Mask the votes with them, and count.",
+        ),
+        why="""Of a yes or no, one instruction makes the prefix sum of a whole warp. The kernel has no barrier, and a
+            warp that is done does not wait for the others.""",
     ),
 )

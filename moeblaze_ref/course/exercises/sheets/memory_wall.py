@@ -26,6 +26,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="first-wall",
         title="The first wall",
+        difficulty=1,
         question="""A conventional layer copies its input into expert order, each token once for each of its experts.
             How many bytes does the input `x` take in one layer of Qwen3, and how many does the copy `routed_x`
             take?""",
@@ -36,13 +37,16 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_kept,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hint="""Bytes are rows times columns times `layer.itemsize`. `x` has a row for each token. For what does
+        hints=(
+            """Bytes are rows times columns times `layer.itemsize`. `x` has a row for each token. For what does
             `routed_x` have a row?""",
+        ),
         why="The copy is `k` times as large as the input, but holds no number that the input does not hold.",
     ),
     Prediction(
         name="second-wall",
         title="Which wall is larger?",
+        difficulty=1,
         question="""A SwiGLU expert leaves `a`, `act_a = silu(a)`, `b` and `y_swi` between its matrix products, and
             plain torch keeps all four. How many bytes do they take together, in a layer of many narrow experts? And
             which is larger there: the first wall, `routed_x`, or the second, these four?""",
@@ -53,13 +57,17 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_second_wall,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hint="All four are `(R, h)`; `routed_x` is `(R, d)`. So compare `4 * h` with `d`.",
+        hints=(
+            "Count the rows and the columns of each tensor first.",
+            "All four are `(R, h)`; `routed_x` is `(R, d)`. So compare `4 * h` with `d`.",
+        ),
         why="""With wide experts the second wall is larger, with narrow experts the first. In models with many narrow
             experts, the routed copy costs most.""",
     ),
     Prediction(
         name="step-flops",
         title="Work of a step",
+        difficulty=2,
         question="""A matrix product of `(R, d)` by `(d, h)` takes `2 * R * d * h` FLOPs. How many FLOPs do the experts'
             products take in the forward of a SwiGLU layer, and how many in a whole step, forward and backward?""",
         given={"layer": preset("conf4").config},
@@ -69,8 +77,11 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_step_flops,
         computed_by="moeblaze_ref.bench.roofline.layer_flops",
-        hint="""The forward multiplies by `w1`, `w2` and `w3`. In the backward each of these products has two gradients,
+        hints=(
+            "Count products, not FLOPs: how many has the forward?",
+            """The forward multiplies by `w1`, `w2` and `w3`. In the backward each of these products has two gradients,
             that of its input and that of its weights. Each of them is a product of the same size.""",
+        ),
         why="""A step has three products forward and six backward. Their number does not depend on what is kept, unless
             the layer computes again something that it did not keep.""",
     ),

@@ -145,6 +145,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="announced-tokens",
         title="MoEBlaze, figure 2: how many tokens?",
+        difficulty=1,
         question="""The paper announces an example of six tokens, each with two experts. It prints
             `expert_token_indices` as below. How many tokens does that array belong to? How many entries would six
             tokens need?""",
@@ -155,26 +156,28 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_announced,
         computed_by="moeblaze_ref.verify.cases.GOLDEN_DISPATCH",
-        hint="The array has an entry for each of the `R = L * k` routed rows.",
+        hints=("The array has an entry for each of the `R = L * k` routed rows.",),
         why="""The figure lists five tokens, and the two arrays that it prints in expert order belong to five. So the
             announced `L = 6` is the misprint.""",
     ),
     Construction(
         name="missing-pair",
         title="MoEBlaze, figure 2: the missing pair",
+        difficulty=1,
         question="""`tokens` are the experts of the five tokens, as the figure lists them. The figure prints their
             `token_expert_indices` with eight entries. Write the array that the five tokens give.""",
         given={"tokens": TOKENS, "printed": PRINTED_CHOICES},
         asked={"token_expert_indices": Asked("ten expert ids", "sum(tokens, [])")},
         check=_missing_pair,
         checked_by="moeblaze_ref.backends.numpy_ref.dispatch.build",
-        hint="The array has the experts of token 0, then those of token 1, and so on. Compare it pair by pair.",
+        hints=("The array has the experts of token 0, then those of token 1, and so on. Compare it pair by pair.",),
         why="""The pair `0, 3` of token 2 is missing. Token 4 has the same pair, so the loss is easy to overlook. A
             program that reads the printed array gives token 2 the experts of token 3.""",
     ),
     Prediction(
         name="uncounted-token",
         title="MoEBlaze, section 4.2: non-zero entries",
+        difficulty=2,
         question="""Step 1 writes `i` into entry `(i, e)` of a map if token `i` goes to expert `e`. Step 2 counts the
             *non-zero* entries of each column. Apply both literally to a map that begins with zeros. What lengths do
             experts 2 and 3 get, and how many rows do all four experts get together?""",
@@ -186,7 +189,7 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_uncounted,
         computed_by="moeblaze_ref.papers.moeblaze.literal_lengths",
-        hint="Which token writes the number zero? In which two columns?",
+        hints=("Which token writes the number zero? In which two columns?",),
         why="""Token 0 writes zeros, so step 2 does not count it. Two of the ten rows are lost, and the groups of
             experts 2 and 3 are one row too short. The map needs a mark for *empty* that is no token id; here it is
             -1.""",
@@ -194,6 +197,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Construction(
         name="lost-expert",
         title="MoEBlaze, section 4.2: an expert that vanishes",
+        difficulty=2,
         question="""The count is the literal one of the previous exercise. Find a routing, `topk_experts`, in which some
             expert has a token and yet the literal length is zero. It has at least two tokens, each with `k = 2`
             different experts out of `E = 4`.""",
@@ -201,13 +205,14 @@ EXERCISES: tuple[Exercise, ...] = (
         asked={"topk_experts": Asked("a row of k experts for each token", "[[0, 1], [1, 2]]")},
         check=_lost_expert,
         checked_by="moeblaze_ref.backends.numpy_ref.dispatch.expert_lengths",
-        hint="Which token is not counted? Give it an expert that no other token has.",
+        hints=("Which token is not counted? Give it an expert that no other token has.",),
         why="""An expert that only token 0 chose gets no rows. The forward leaves its output out, and its weights get no
             gradient. A test that never checks token 0 passes.""",
     ),
     Prediction(
         name="d-for-h",
         title="MoEBlaze, section 2.2: which width?",
+        difficulty=2,
         question="""The example of DeepSeek's scale has `L` = 2 million, `k = 4` and `d = 6144` for the routed buffer.
             The paper prints its size, `2 * L * k * d` bytes, as about 94 GB. For the intermediate, `2 * L * h` bytes,
             the paper prints a hidden dimension *d = 24576*, and about 98 GB. How large would the routed buffer be if
@@ -220,7 +225,7 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_d_for_h,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hint="Put 24,576 into both formulas. Only one of the results is near a printed number.",
+        hints=("Put 24,576 into both formulas. Only one of the results is near a printed number.",),
         why="""Only `h` gives the printed 98 GB. Both formulas then give 98.3 GB, since `k * d = h` here. So the 94 GB
             of the buffer do not follow from its own formula. The example also counts one row for each token, but the
             experts compute `k` rows.""",
@@ -228,6 +233,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="three-statements",
         title="MoEBlaze: what is stored, three times",
+        difficulty=3,
         question="""Section 3.1 buffers only the result between the two MLPs. Section 5.2 says that `a` and `b` are
             never written. Line 11 of Algorithm 1 stores `A`, `B` and `Y_swi`. How many of these three `(R, h)` tensors
             does each statement leave stored, at most? By how many bytes does Algorithm 1 store more than section 3.1
@@ -241,7 +247,10 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_three_statements,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hint="The result between the two MLPs is `Y_swi`. What does section 5.2 leave of the three?",
+        hints=(
+            "Read each statement alone, and list what it stores.",
+            "The result between the two MLPs is `Y_swi`. What does section 5.2 leave of the three?",
+        ),
         why="""Algorithm 1 contradicts the text. It alone stores enough to compute the backward of SwiGLU without
             computing `A` and `B` again. So the policy `paper` is Algorithm 1. The paper has neither `minimal`, which
             keeps `A` and `B` as SonicMoE does, nor `inputs`, which keeps none of the three.""",
@@ -249,6 +258,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="expanded-gradient",
         title="MoEBlaze, section 3.2: expanded or not?",
+        difficulty=1,
         question="""Section 3.2 says in one place that the gradient of the output, `(L, d)`, is mapped to `(L * k, d)`
             rows in memory. In another it says that this expansion is avoided. How many bytes does the gradient have in
             each reading, on conf4?""",
@@ -259,13 +269,14 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_expanded_gradient,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hint="One reading has a row for each token, the other a row for each of a token's `k` experts.",
+        hints=("One reading has a row for each token, the other a row for each of a token's `k` experts.",),
         why="""The expansion is the first memory wall again, `k` times the gradient, now in the backward. Our kernels
             gather rows of `d_out` by index, so they follow the second reading.""",
     ),
     Construction(
         name="printed-maximum",
         title="MoETuner, equation 8: sums inside the maximum",
+        difficulty=3,
         question="""The second program places clusters on GPUs. It is meant to minimise the time of the *slowest* pair
             of GPUs. As printed, the sums over clusters and GPUs stand inside the maximum, and no index is left to take
             it over. So the value is the *sum* over all pairs.
@@ -278,7 +289,10 @@ EXERCISES: tuple[Exercise, ...] = (
         asked={"gpus": Asked("the GPU of each cluster c2", "[1, 0, 2]")},
         check=_printed_maximum,
         checked_by="moeblaze_ref.placement.links.slowest",
-        hint="The sum is smallest where most tokens stay. Exchange the GPUs of clusters 0 and 1.",
+        hints=(
+            "Write down the tokens that each pair of GPUs exchanges, for both orders.",
+            "The sum is smallest where most tokens stay. Exchange the GPUs of clusters 0 and 1.",
+        ),
         why="""The printed form moves 7 tokens instead of 8, but 5 of them over one link; in order, one link carries at
             most 3. All pairs send at the same time, so the step waits for the slowest. `assign_gpus` minimises the
             maximum over pairs of GPUs, summed over layers.""",
@@ -286,6 +300,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Construction(
         name="exactly-one",
         title="MoETuner, the first program: no 'exactly one'",
+        difficulty=3,
         question="""The first program puts the experts of a layer into clusters: `x[c][e]` is 1 if expert `e` is in
             cluster `c`. It minimises the sum over clusters of `|T_c - mean T|`, where `T_c` is the load of cluster `c`,
             and requires at least one expert in each cluster. The printed form does not say that an expert is in exactly
@@ -295,7 +310,10 @@ EXERCISES: tuple[Exercise, ...] = (
         asked={"x": Asked("0 or 1 for each cluster and expert", "[[0, 1, 0], [0, 1, 0]]")},
         check=_exactly_one,
         checked_by="moeblaze_ref.placement.exact.best_clusters",
-        hint="Equal loads have the objective 0. What if both clusters hold the same expert, and nothing else?",
+        hints=(
+            "Nothing in the printed program says that every expert has a cluster.",
+            "Equal loads have the objective 0. What if both clusters hold the same expert, and nothing else?",
+        ),
         why="""The printed program has a perfect solution that drops the heaviest expert. A real assignment reaches 3 at
             best. `cluster_experts` adds the constraint: each expert is in exactly one cluster.""",
     ),

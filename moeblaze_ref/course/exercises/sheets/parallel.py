@@ -31,6 +31,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="rows-sent",
         title="Rows that are sent",
+        difficulty=2,
         question="""Eight tokens have two experts each: `topk_experts[i]` names those of token `i`, and
             `rank_of_expert[e]` is the rank of expert `e`. A row goes once to each rank that has one of its experts, its
             own rank too. How many rows are sent in all, and how many of them to rank 1?""",
@@ -41,13 +42,14 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_rows,
         computed_by="moeblaze_ref.parallel.trip.first_slots",
-        hint="Write the ranks of both experts beside each token. Where they are equal, one row serves both.",
+        hints=("Write the ranks of both experts beside each token. Where they are equal, one row serves both.",),
         why="""Sixteen choices need fewer rows than that. A rank that has both experts of a token gets its row once, and
             sends one sum back.""",
     ),
     Prediction(
         name="bytes-of-a-trip",
         title="Bytes, there and back",
+        difficulty=2,
         question="""The same tokens have rows of `d` numbers of `itemsize` bytes. Each row travels with its `k` expert
             ids and its `k` gates, four bytes each. One row of `d` numbers comes back, the weighted sum. How many bytes
             go there, and how many come back, those within a rank included?""",
@@ -59,7 +61,7 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_bytes,
         computed_by="moeblaze_ref.parallel.trip.first_slots",
-        hint="The number of rows is that of the previous exercise. Ids and gates are `8 * k` bytes beside each.",
+        hints=("The number of rows is that of the previous exercise. Ids and gates are `8 * k` bytes beside each.",),
         why="""The other rank builds its own index structures from the ids and gates, which are few bytes beside the
             rows. Buffers padded to the busiest pair of ranks would send as many rows for every pair.""",
     ),

@@ -24,6 +24,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Prediction(
         name="crossings",
         title="Load and traffic of a map",
+        difficulty=1,
         question="""There are two layers with four experts each, and one expert a token. `tokens[i]` names the experts
             of token `i` in the first and in the second layer. `gpu_of_expert[layer][e]` is the GPU of expert `e`. How
             many tokens does the fuller GPU have in the first layer? How many tokens change the GPU between the
@@ -35,13 +36,14 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_crossings,
         computed_by="moeblaze_ref.placement.simulate",
-        hint="Experts 0 and 2 are on GPU 0, experts 1 and 3 on GPU 1, in both layers. Go through the ten tokens.",
+        hints=("Experts 0 and 2 are on GPU 0, experts 1 and 3 on GPU 1, in both layers. Go through the ten tokens.",),
         why="""Both numbers cost time, in different places: the fullest GPU computes longest, and every crossing goes
             over a link.""",
     ),
     Prediction(
         name="better-map",
         title="A better map",
+        difficulty=1,
         question="""The same tokens have another map: in both layers experts 0 and 1 are on GPU 0, and experts 2 and 3
             on GPU 1. How many tokens does the fuller GPU have in the first layer? How many change the GPU between the
             layers?""",
@@ -52,7 +54,7 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_crossings,
         computed_by="moeblaze_ref.placement.simulate",
-        hint="Experts 0 and 1 are on GPU 0 now. Does any token leave the pair it began with?",
+        hints=("Experts 0 and 1 are on GPU 0 now. Does any token leave the pair it began with?",),
         why="""The crossings are gone, and the fuller GPU has more to do. The links and the experts decide which map is
             cheaper. The integer programs of the notebook weigh load against crossings.""",
     ),

@@ -1,0 +1,87 @@
+"""For each kernel exercise a kernel that cheats: changes of the solution that some cases of the checker do not show.
+
+Most leave out work that small sizes do not need: experts beyond the first, tokens beyond a block, columns beyond a
+tile. Others write a number that is right in the first step alone, or leave out what only an order of the threads shows.
+"""
+
+CHEATING = {
+    "next-best": (
+        (
+            "for (int e = 0; e < E; ++e) {\n        const int ordered",
+            "for (int e = 0; e < min(E, 16); ++e) {\n        const int ordered",
+        ),
+    ),
+    "gates-of-all": (("RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "RENORMALIZE ? 1.0f : prob_scale"),),
+    "dense-map": (("for j in range(k):", "for j in range(min(k, 2)):"),),
+    "tree-sum": (
+        ("range(thread, dense_map.shape[0], THREADS)", "range(thread, min(dense_map.shape[0], THREADS), THREADS)"),
+    ),
+    "rank-and-write": (("        base += rank.total;\n", ""),),
+    "missing-barrier": (
+        ("for (int token = threadIdx.x; token < L; token += THREADS)", "if (const int token = threadIdx.x; token < L)"),
+    ),
+    "in-order": (("if (dense_map[entry] != EMPTY)", "if (dense_map[entry] > 0)"),),
+    "gather-rows": (("(long long)expert_token_indices[at.row] * d", "(long long)(at.row / 2) * d"),),
+    "share-the-row": (("for (int p = threadIdx.x; p < d; p += THREADS)", "if (const int p = threadIdx.x; p < d)"),),
+    "whose-weights": (("(long long)blockIdx.y * h * d", "(long long)min(blockIdx.y, 1u) * h * d"),),
+    "combine": (("for j in range(k):", "for j in range(min(k, 2)):"),),
+    "slot-order": (("y[position, column] = total", "y[position, column] = total if expert < 4 else ZERO"),),
+    "gate-gradient": (("range(y.shape[1])", "range(min(y.shape[1], 8))"),),
+    "expert-sums": (
+        (
+            "        d_w[expert, row, column] = total\n",
+            "        if expert_token_offsets[expert] < expert_token_offsets[expert + 1]:\n"
+            "            d_w[expert, row, column] = total\n",
+        ),
+    ),
+    "sum-on-the-fly": (("for (int p = 0; p < h; ++p) {", "for (int p = 0; p < min(h, 16); ++p) {"),),
+    "whose-gate": (("gate_of_row[at.row]", "gate_of_row[expert_token_offsets[blockIdx.y]]"),),
+    "rebuild-y": (("gate * d_y * b_value * slope", "gate * d_y * b_value"),),
+    "loss-is-a-mean": (("2.0f * per_token * d_router_z_loss[0]", "2.0f * per_token * -0.2f"),),
+    "softmax-mean": (("mean += (d_gates[token * k + j] - shift)", "mean += d_gates[token * k + j]"),),
+    "stable-softmax": (
+        ("total += math.exp(logits[token, e] - peak)", "total += math.exp(logits[token, e])"),
+        ("= math.exp(logits[token, e] - peak) / total", "= math.exp(logits[token, e]) / total"),
+        ("math.exp(logit - peak)", "math.exp(logit)"),
+    ),
+    "butterfly": ((" || (ordered == best.ordered && expert < best.expert)", ""),),
+    "prefix-rounds": (("        cuda.syncthreads()  # all have read before one writes\n", ""),),
+    "own-counters": (("    cuda.syncthreads()\n", ""),),
+    "ballot-rank": (("        base += total;\n", ""),),
+    "four-columns": (
+        (
+            "            x_p = x[token, p]\n            for c in range(columns):\n",
+            "            for c in range(columns):\n                x_p = x[token, p]\n",
+        ),
+    ),
+    "tile-by-tile": (("            cuda.syncthreads()\n        if position", "        if position"),),
+    "corners": (("sums[i][j] += left[i] * right[j]", "sums[i][j] += rows[p][row + i] * weights[p][column + j]"),),
+    "grid-stride": (("num_routed * d, cuda.gridsize(1)", "min(num_routed * d, cuda.gridsize(1)), cuda.gridsize(1)"),),
+    "sixteen-bytes": (
+        (
+            "    Pack<Scalar, PACK> pack = load_pack<PACK>(d_out + from);\n",
+            "    Pack<Scalar, PACK> pack;\n    for (int i = 0; i < PACK; ++i) pack.elements[i] = d_out[from + i];\n",
+        ),
+    ),
+    "warp-a-row": (
+        (
+            "    for (int p = lane_id(); p < d; p += WARP) sum",
+            "    const int each = (d + WARP - 1) / WARP, begin = lane_id() * each;\n"
+            "    for (int p = begin; p < min(d, begin + each); ++p) sum",
+        ),
+    ),
+    "padded-tile": (
+        ("tile[i * (WARP + 1) + lane]", "tile[i * WARP + lane]"),
+        ("tile[lane * (WARP + 1) + p]", "tile[lane * WARP + p]"),
+    ),
+    "two-buffers": (("buffer = first // THREADS % 2 * THREADS", "buffer = 0"),),
+    "async-copies": (("cp_async_wait<STAGES - 1>();", "cp_async_wait<STAGES>();"),),
+    "phases": (("barrier_wait(&empty[step % STAGES], (step / STAGES + 1) % 2);", ""),),
+    "warpgroup-product": (("        fence_async_proxy();\n", ""),),
+    "persistent-tiles": (("inside % column_tiles, d, h", "0, d, h"),),
+    "whole-blocks": (("(rows + side - 1) // side * side", "(rows // side + 1) * side"),),
+    "transposed-blocks": (("first + column * rows + row", "first + row * wide + column"),),
+    "stored-only": (("row_offsets[line + 1])", "row_offsets[line] + 1)"),),
+    "block-column": (("const int number = transpose_indices[place];", "const int number = place;"),),
+    "balance-gradient": (("balance * (shares[e] - mean_share)", "balance * shares[e]"),),
+}
