@@ -329,7 +329,7 @@ def names_of_the_package(tree):
         alias.asname or alias.name
         for node in imports
         for alias in node.names
-        if "moeblaze_ref" in (getattr(node, "module", None) or alias.name) and alias.asname != "nb"
+        if "moeblaze_ref" in (getattr(node, "module", None) or alias.name)
     } - {"Markdown", "doubling", "explore", "play", "table", "track"}
 
 
