@@ -19,13 +19,15 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.linkcode",
     "moeblaze_ref.course.site.extension",
+    "moeblaze_ref.course.site.mathml",
 ]
 linkcode_resolve = sources.linkcode_resolve
 
 # Notebooks are shown with the outputs that are committed; `make notebooks` makes those.
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"  # outputs hold tables
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+html_math_renderer = "mathml"
 myst_heading_anchors = 4  # by GitHub's rule, which the links in the documents follow
 
 autodoc_member_order = "bysource"

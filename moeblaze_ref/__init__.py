@@ -1,14 +1,22 @@
-"""moeblaze_ref: the Mixture-of-Experts memory wall as a research reference and a course."""
+"""moeblaze_ref: the Mixture-of-Experts memory wall as a research reference and a course.
+
+``import moeblaze_ref as mb`` is enough to use it: ``mb.MoELayer`` and the names below are here, and every module is
+where its folder is, such as ``mb.memory.accounting``. Each is imported when it is first used.
+"""
 
 import importlib
 
-_HOMES = {"MoELayer": "moeblaze_ref.nn.torch_layer"}  # imported when it is first asked for: torch takes seconds
+from moeblaze_ref.core.on_demand import module_of
+
+_HOMES = {"MoELayer": "moeblaze_ref.nn.torch_layer"}  # torch takes seconds
+_HOMES |= dict.fromkeys(("ACTIVATIONS", "POLICIES", "MoEConfig", "preset"), "moeblaze_ref.core.config")
+_HOMES |= dict.fromkeys(("KIB", "MIB", "GIB", "GB"), "moeblaze_ref.core.units")
 
 
 def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    return module_of(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -20,8 +20,8 @@ _ENDS = re.compile(r"(?<=[.!?])(?:\*\*|[\"')*])*\s+(?=[A-Z`*\[(0-9])")
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of a Markdown text, without headings, lists, tables, code and what is generated."""
-    for pattern in (r"^```.*?^```", r"<!-- begin .*?<!-- end .*?-->", r"<!--.*?-->"):
+    """The paragraphs of a Markdown text, without headings, lists, tables, code, formulas and what is generated."""
+    for pattern in (r"^```.*?^```", r"\$\$.*?\$\$", r"<!-- begin .*?<!-- end .*?-->", r"<!--.*?-->"):
         text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"</?(?:details|summary)>", "\n\n", text)
     for block in re.split(r"\n\s*\n", re.sub(r"</?[a-z][^>]*>", "", text)):

@@ -80,8 +80,9 @@ IMPORTS = re.compile(r"(?:from|import) (moeblaze_ref\.nn[\w.]*)(?: import ([^(\n
 
 
 def imports_of_layers(text: str) -> list[tuple[str, set[str]]]:
-    """Return each import from `moeblaze_ref.nn` or below: the module, and the names that it takes from there."""
-    return [(module, set(re.findall(r"\w{2,}", names))) for module, names in IMPORTS.findall(text)]
+    """Return each use of `moeblaze_ref.nn` or below: the module, and the names that it takes from there."""
+    imported = [(module, set(re.findall(r"\w{2,}", names))) for module, names in IMPORTS.findall(text)]
+    return imported + [("moeblaze_ref.nn", {name}) for name in re.findall(r"\bmb\.nn\.(\w+)", text)]
 
 
 def test_readers_import_the_layers_from_public_places():
@@ -101,6 +102,7 @@ def test_readers_import_the_layers_from_public_places():
         ("import moeblaze_ref.nn.systems", [("moeblaze_ref.nn.systems", set())]),
         ("from moeblaze_ref.nn import (\n    graphed,\n    system,\n)", [("moeblaze_ref.nn", {"graphed", "system"})]),
         (r'"from moeblaze_ref.nn import SYSTEMS\n",', [("moeblaze_ref.nn", {"SYSTEMS"})]),
+        ("layer = mb.nn.system(name)", [("moeblaze_ref.nn", {"system"})]),
         ("from moeblaze_ref import MoELayer", []),
     ],
 )

@@ -40,6 +40,7 @@ LONG = " ".join(["word"] * (MOST_WORDS + 1))
         (f"# {LONG}\n\n| {LONG} |\n\n- {LONG}\n\n```text\n{LONG}\n```\n\n<!-- begin x -->\n{LONG}\n<!-- end x -->", 0),
         (f"A list follows:\n- {LONG}\n- {LONG}", 0),
         ("The sum is $a + b + c$ and `a + b` is a part.", 0),
+        (f"The formula is\n\n$${LONG}$$\n\nand ends here.", 0),
         ("Whoever reads all that finds nobody.", 3),
         ("It is the rows that count. Given is `x`. The question stands open.", 3),
         ("It is true that a row counts; it is clear that the layer asks for `nobody`.", 0),

@@ -4,6 +4,8 @@ One run interleaves everything that it compares: ours, the baselines, and the tw
 product and a device copy, whose rates give each row its roofline. docs/performance.md says how to read the rows.
 """
 
+from moeblaze_ref.core.on_demand import import_on_demand
+
 LAYER_PRESETS = ("conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained")
 KINDS = {
     "layer": "forward and backward of the whole layer",
@@ -14,3 +16,5 @@ KINDS = {
     "ladder": "the up-projection on every version, and on the last one idea by idea",
     "counters": "what the hardware counts in each step of the series, and in each product of a training step",
 }
+
+import_on_demand(__name__)

@@ -9,6 +9,8 @@ wrong. ``command`` is ``moeblaze train``, on the settings of ``presets``.
 ``evidence`` is ``moeblaze evidence``, ``report``, ``evidence_plots`` and ``document`` show what it found.
 """
 
+from moeblaze_ref.core.on_demand import import_on_demand
+
 PRESETS = {
     "tiny": "learns on two cores of a CPU, in seconds on plain torch, in minutes through the kernels",
     "lm-small": "for one GPU",
@@ -28,3 +30,5 @@ EVIDENCE = {  # the names in evidence.KINDS
     "curves": "whole runs, in the preset's precision, beside MegaBlocks and a fixed capacity",
     "memory": "the largest step that a GPU has room for, with each layer and policy",
 }
+
+import_on_demand(__name__)

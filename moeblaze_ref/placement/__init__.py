@@ -4,3 +4,7 @@ Profile a trace (`trace`), group experts into clusters and give clusters to GPUs
 (`baselines`) or both at once (`joint`), and model what a step takes then (`simulate`). numpy and OR-Tools alone: no GPU
 is asked for.
 """
+
+from moeblaze_ref.core.on_demand import import_on_demand
+
+import_on_demand(__name__)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moeblaze_ref.core.arrays import address_of
+from moeblaze_ref.core.on_demand import import_on_demand
 from moeblaze_ref.runtime.source import Module
 
 
@@ -95,3 +96,6 @@ def widest_pack(array: Any, width: int) -> int:
     address = 0 if isinstance(array, np.ndarray) else address_of(array)
     itemsize: int = array.dtype.itemsize
     return math.gcd(16, width * itemsize, address) // itemsize
+
+
+import_on_demand(__name__)

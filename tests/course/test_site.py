@@ -34,7 +34,7 @@ from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.course.notebook.explorer import RoutingGrid, routing_picture
 from moeblaze_ref.course.notebook.memory import memory_bars
 from moeblaze_ref.course.notebook.pictures import PAPER, alt_text
-from moeblaze_ref.course.site import extension, frames, glossary, records, sources
+from moeblaze_ref.course.site import extension, frames, glossary, mathml, records, sources
 from moeblaze_ref.course.site import path as course_path
 from moeblaze_ref.verify.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS
 
@@ -100,6 +100,27 @@ def test_no_link_is_broken(built):
 def test_pages_load_nothing_from_elsewhere(built):
     loaded = [source for path in built[2].rglob("*.html") for source in LOADED.findall(path.read_text())]
     assert len(loaded) > 1000 and not [source for source in loaded if "//" in source]
+
+
+FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![$`])\$([^$`\n]+)\$(?![$`])", re.DOTALL)
+
+
+def test_formulas_are_drawn_by_the_browser_alone(built):
+    page = (built[2] / "notebooks" / "04_backward_by_hand.html").read_text()
+    assert page.count('<div class="math"><math') > 5 and "$$" not in page
+
+
+def test_every_formula_of_the_notebooks_is_one_that_the_site_can_draw():
+    cells = [
+        cell.source
+        for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "markdown"
+    ]
+    formulas = [block or inline for cell in cells for block, inline in FORMULA.findall(cell)]
+    assert len(formulas) > 30
+    for formula in formulas:
+        assert mathml.tex2mathml(formula).startswith("<math")  # raises if it has a command that is unknown
 
 
 def test_every_module_is_in_the_reference(built):

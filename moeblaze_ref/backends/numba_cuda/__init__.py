@@ -5,5 +5,8 @@ Python thread: exact, and slow enough that inputs should be tiny. ``EXECUTOR`` s
 """
 
 from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, EXECUTOR_REASON
+from moeblaze_ref.core.on_demand import import_on_demand
 
 __all__ = ["EXECUTOR", "EXECUTOR_REASON"]
+
+import_on_demand(__name__)

@@ -107,6 +107,17 @@ def count_down(version: str, y_swi: np.ndarray, w3: np.ndarray, dispatch: Dispat
     return launches[0]
 
 
+def by_version(launches: Mapping[str, LaunchReport], *versions: str) -> list[LaunchReport]:
+    """Return the launches of some versions, each under its version in place of its kernel's name."""
+    return [replace(launches[version], kernel=version) for version in versions]
+
+
+def asked_for(launch: LaunchReport, *buffers: str) -> int:
+    """Return the bytes that a launch reads and writes of some buffers; 0 for one that it does not have."""
+    found = [launch.buffers[name] for name in buffers if name in launch.buffers]
+    return sum(buffer.read_bytes + buffer.written_bytes for buffer in found)
+
+
 def header_symbols(
     version: str, config: MoEConfig, lengths: Sequence[int], kernel: str = "expert_up"
 ) -> dict[str, int]:

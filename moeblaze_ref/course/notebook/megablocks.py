@@ -127,6 +127,14 @@ def fates_picture(counts: Sequence[int], capacity_factor: float, block: int) -> 
     return figure
 
 
+def recorded_fates(
+    recording: str, layer_number: int, skew: float, capacity_factor: float, L: int, block: int
+) -> Figure:
+    """`fates_picture` of one layer of one of `recordings`, scaled to L tokens and made `steeper`."""
+    one = recordings()[recording]
+    return fates_picture(steeper(one.counts[layer_number], skew, L, one.k), capacity_factor, block)
+
+
 def _fates(axes, rows: Rows, name):
     draw_fates(axes, rows, hatch="////", linewidth=0.5)
     shares = f"{dropped_share(rows):.1%} of the rows dropped, {padding_share(rows):.1%} of the work is padding"

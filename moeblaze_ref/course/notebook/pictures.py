@@ -1,13 +1,86 @@
-"""How notebooks show pictures: on paper that does not glare on a dark page, with texts for who cannot see them."""
+"""A drawing of the layer for the start of each notebook, paper that does not glare, and texts for who sees no picture."""
 
 import re
+from typing import NamedTuple
 
 import matplotlib
 from IPython import get_ipython
 from matplotlib.figure import Figure
 
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.drawing import board, cell, centered
+from moeblaze_ref.memory.plots import BLACK, GREY, SKY
+
 PAPER = "#EEEDE8"  # below black ink, on light and dark pages
 MOST_NAMES = 12  # of an axis: a longer list is cut
+
+# The layer -----------------------------------------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """A stage of the layer as `layer_picture` draws it."""
+
+    does: str
+    gives: str  #: what the forward passes on
+    shape: str  #: of that
+    gradients: str  #: what its backward writes
+
+
+LAYER = {
+    "gating": Stage("softmax(x wg),\ntop k", "experts,\ngates", "(L, k)", "d_wg, d_x"),
+    "dispatch": Stage("each expert's\ntokens", "index\narrays", "(R,)", ""),
+    "expert_up": Stage("gather x,\ntimes w1, w2", "a, b", "(R, h)", "d_w1, d_w2, d_x"),
+    "activation": Stage("silu(a) * b", "y_swi", "(R, h)", "d_a, d_b"),
+    "expert_down": Stage("times w3", "y", "(R, d)", "d_w3"),
+    "combine": Stage("gates * y,\nsum over k", "out", "(L, d)", "d_gates"),
+}
+BACKWARD = "backward"  # the lower row of the drawing
+STEP, BOX = 3.2, (2.0, 1.1)  # from stage to stage, and a stage's width and height
+
+
+def layer_picture(*shown: str, note: str = "") -> Figure:
+    """Draw the layer, forward above and backward below, with some of its stages highlighted.
+
+    Parameters
+    ----------
+    *shown : str
+        Names in ``LAYER``, or ``"backward"`` for the lower row.
+    note : str
+        What the notebook asks about them, for the title.
+
+    Raises
+    ------
+    ValueError
+        If there is no such stage; the message proposes the nearest name.
+    """
+    for name in shown:
+        checks.check_name("stage", name, (*LAYER, BACKWARD))
+    right = STEP * len(LAYER)
+    figure, axes = board(11, 2.9, xlim=(-1.3, right + 0.1), ylim=(-1.7, 2.6))
+    axes.set_title(f"One MoE layer. Here: {note or ', '.join(shown)}", loc="left", fontsize="medium")
+    _arrow(axes, (-1.2, 0.0), "x", "(L, d)")
+    for number, (name, stage) in enumerate(LAYER.items()):
+        left = STEP * number
+        look = {"facecolor": SKY if name in shown else "white", "edgecolor": BLACK}
+        cell(axes, (left, 0.7), BOX, look, stage.does, fontsize=8)
+        centered(axes, left + 1, 2.1, name, weight="bold")
+        _arrow(axes, (left + BOX[0], left + STEP), stage.gives, stage.shape)
+        look = {"facecolor": SKY if BACKWARD in shown else "white", "edgecolor": GREY, "linestyle": "--"}
+        if stage.gradients:
+            cell(axes, (left - 0.3, -0.9), (2.6, 0.6), look, stage.gradients, fontsize=8)
+    axes.annotate("d_out: the backward, from right to left", (0, -1.45), (right, -1.45), ha="right", va="center",
+                  fontsize=8, arrowprops={"arrowstyle": "->", "color": GREY})  # fmt: skip
+    return figure
+
+
+def _arrow(axes, ends, name, shape):
+    """An arrow of the forward with what it carries above it and the shape below."""
+    axes.annotate("", (ends[1], 1.25), (ends[0], 1.25), arrowprops={"arrowstyle": "->"})
+    for text, height, side in ((name, 1.35, "bottom"), (shape, 1.15, "top")):
+        axes.text(sum(ends) / 2, height, text, ha="center", va=side, fontsize=7)
+
+
+# Alternative texts ---------------------------------------------------------------------------------------------------
 
 
 def alt_text(figure: Figure) -> str:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from IPython.display import Markdown
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+from torch import Tensor, nn
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
@@ -33,12 +35,33 @@ from moeblaze_ref.course.notebook.markdown import bullets
 from moeblaze_ref.course.notebook.sources import evaluate, stated_bytes
 from moeblaze_ref.memory.accounting import account, uniform_counts
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, dotted, drawn
+from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
 from moeblaze_ref.runtime import ceil_div, simt_executor
 from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor
 from moeblaze_ref.systems.layer import intermediates
 from moeblaze_ref.verify.cases import make_case
 
 POLICY_COLORS = dict(zip(POLICIES, (PURPLE, ORANGE, BLUE, GREEN), strict=True))
+
+# A layer under each policy -------------------------------------------------------------------------------------------
+
+
+def seeded_layer(config: MoEConfig, policy: str) -> MoELayer:
+    """A torch layer of these sizes, with the same weights under every policy."""
+    torch.manual_seed(0)
+    return MoELayer(config.d, config.h, config.E, config.k, policy=policy)
+
+
+def gradients(module: nn.Module, x: Tensor, run: Callable[[Tensor], MoEOutput] | None = None) -> tuple[Tensor, ...]:
+    """Gradients of x and of the parameters, of one number that all outputs decide.
+
+    ``run`` calls the module in its own way, such as under a checkpoint; by default it is called as it is.
+    """
+    result = (run or module)(x)
+    weights = torch.linspace(-1, 1, result.out.numel()).reshape(result.out.shape)
+    loss = (result.out * weights).sum() + result.load_balancing_loss + result.router_z_loss
+    return torch.autograd.grad(loss, [x, *module.parameters()])
+
 
 # What survives a call -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """A language model in training: whom its routers load as it learns, and what its experts read in the end."""
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import Tensor
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.drawing import centered, heading, panels
 from moeblaze_ref.core.traces import RoutingTrace
-from moeblaze_ref.lm import document, evidence, evidence_plots, report
+from moeblaze_ref.lm import checkpoint, document, evidence, evidence_plots, report
 from moeblaze_ref.lm.data import Corpus
 from moeblaze_ref.lm.train import Trainer, TrainSettings
 from moeblaze_ref.nn.systems import MoEFactory
@@ -37,6 +39,16 @@ def learn(settings: TrainSettings, corpus: Corpus, on_step: Callable[[int, float
         loads.append([shares(chosen, settings.config.E) for chosen in trainer.chosen])
         on_step(done.step, done.loss)
     return Learned(trainer, np.array(loads), trainer.validate(batches=4))
+
+
+def restored(run: Trainer, corpus: Corpus) -> Trainer:
+    """Return another trainer that a checkpoint of this run has restored, as after a kill."""
+    again = Trainer(run.settings, corpus)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.safetensors"
+        checkpoint.save(path, run)
+        checkpoint.load(path, again)
+    return again
 
 
 def shares(topk_experts: Tensor, E: int) -> np.ndarray:

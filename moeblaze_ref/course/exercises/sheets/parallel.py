@@ -7,7 +7,7 @@ from moeblaze_ref.course.exercises.exercise import Asked, Exercise, Prediction
 
 TOPK_EXPERTS = [[0, 1], [0, 2], [1, 3], [2, 3], [0, 3], [4, 5], [2, 4], [1, 0]]
 RANK_OF_EXPERT = [0, 0, 1, 1, 2, 2]
-ROWS = "sum(len({rank_of_expert[e] for e in chosen}) for chosen in topk_experts)"
+ROWS = "sum(len({rank_of_expert[e] for e in t}) for t in topk_experts)"
 
 
 def _visits(topk_experts, rank_of_expert):
@@ -38,7 +38,7 @@ EXERCISES: tuple[Exercise, ...] = (
         given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT},
         asked={
             "rows": Asked("rows", ROWS),
-            "to_rank_1": Asked("rows", "sum(1 in {rank_of_expert[e] for e in chosen} for chosen in topk_experts)"),
+            "to_rank_1": Asked("rows", "sum(1 in {rank_of_expert[e] for e in t} for t in topk_experts)"),
         },
         truth=_rows,
         computed_by="moeblaze_ref.parallel.trip.first_slots",

@@ -7,11 +7,11 @@ from moeblaze_ref.course.exercises.exercise import Asked, Exercise, Prediction
 from moeblaze_ref.placement import simulate, trace
 from moeblaze_ref.placement.maps import Placement
 
-TOKENS = [[0, 0], [0, 0], [0, 1], [1, 1], [1, 1], [1, 0], [2, 2], [2, 3], [3, 3], [0, 1]]
+PATHS = [[0, 0], [0, 0], [0, 1], [1, 1], [1, 1], [1, 0], [2, 2], [2, 3], [3, 3], [0, 1]]
 
 
-def _crossings(tokens, gpu_of_expert):
-    profile = trace.profile(RoutingTrace(np.array(tokens, np.int16)[:, :, None], len(gpu_of_expert[0])))
+def _crossings(paths, gpu_of_expert):
+    profile = trace.profile(RoutingTrace(np.array(paths, np.int16)[:, :, None], len(gpu_of_expert[0])))
     shares = Placement(np.array(gpu_of_expert, np.int32), 2).shares()
     moved = simulate.transitions(profile, shares)[0]
     return {
@@ -25,14 +25,15 @@ EXERCISES: tuple[Exercise, ...] = (
         name="crossings",
         title="Load and traffic of a map",
         difficulty=1,
-        question="""There are two layers with four experts each, and one expert a token. `tokens[i]` names the experts
+        question="""There are two layers with four experts each, and one expert a token. `paths[i]` names the experts
             of token `i` in the first and in the second layer. `gpu_of_expert[layer][e]` is the GPU of expert `e`. How
             many tokens does the fuller GPU have in the first layer? How many tokens change the GPU between the
             layers?""",
-        given={"tokens": TOKENS, "gpu_of_expert": [[0, 1, 0, 1], [0, 1, 0, 1]]},
+        given={"paths": PATHS, "gpu_of_expert": [[0, 1, 0, 1], [0, 1, 0, 1]]},
+        steps=("first, second = gpu_of_expert",),
         asked={
-            "fullest": Asked("tokens", "max(sum(gpu_of_expert[0][t[0]] == g for t in tokens) for g in (0, 1))"),
-            "crossing": Asked("tokens", "sum(gpu_of_expert[0][t[0]] != gpu_of_expert[1][t[1]] for t in tokens)"),
+            "fullest": Asked("tokens", "max(sum(first[t[0]] == g for t in paths) for g in (0, 1))"),
+            "crossing": Asked("tokens", "sum(first[t[0]] != second[t[1]] for t in paths)"),
         },
         truth=_crossings,
         computed_by="moeblaze_ref.placement.simulate",
@@ -47,10 +48,10 @@ EXERCISES: tuple[Exercise, ...] = (
         question="""The same tokens have another map: in both layers experts 0 and 1 are on GPU 0, and experts 2 and 3
             on GPU 1. How many tokens does the fuller GPU have in the first layer? How many change the GPU between the
             layers?""",
-        given={"tokens": TOKENS, "gpu_of_expert": [[0, 0, 1, 1], [0, 0, 1, 1]]},
+        given={"paths": PATHS, "gpu_of_expert": [[0, 0, 1, 1], [0, 0, 1, 1]]},
         asked={
-            "fullest": Asked("tokens", "sum(t[0] < 2 for t in tokens)"),
-            "crossing": Asked("tokens", "sum((t[0] < 2) != (t[1] < 2) for t in tokens)"),
+            "fullest": Asked("tokens", "sum(t[0] < 2 for t in paths)"),
+            "crossing": Asked("tokens", "sum((t[0] < 2) != (t[1] < 2) for t in paths)"),
         },
         truth=_crossings,
         computed_by="moeblaze_ref.placement.simulate",
