@@ -159,6 +159,22 @@ def check_outputs(page: Page, cells: int, pictures: int) -> None:
     expect(page.locator(PICTURES)).to_have_count(pictures, timeout=HANGS)
 
 
+def without_network(page: Page) -> list[str]:
+    """Let the page reach this machine alone; the list that is returned has what it asks elsewhere from now on."""
+    asked: list[str] = []
+    elsewhere = re.compile(r"^\w+://(?!127\.0\.0\.1[:/])")
+    page.route(elsewhere, lambda route: (asked.append(route.request.url), route.abort()))
+    return asked
+
+
+def write_below(editor: Locator, line: str, text: str) -> None:
+    """Type a line into an editor of CodeMirror, below the one that has this text."""
+    editor.locator(".cm-line", has_text=line).click()
+    for key in ("End", "Enter"):
+        editor.page.keyboard.press(key)
+    editor.page.keyboard.type(text)
+
+
 @contextlib.contextmanager
 def asking_kernel(folder: Path) -> Iterator[Callable[[str], Any]]:
     """A function that evaluates an expression in the kernel of a `jupyterlab` over the folder."""

@@ -3,7 +3,7 @@
 A notebook of ``notebooks/exercises`` begins with
 
     %load_ext moeblaze_ref.course.exercises
-    from moeblaze_ref.course.exercises import hint, predict, solution
+    from moeblaze_ref.course.exercises import edit, hint, predict, solution
 
 `sheets` states the exercises, and `notebooks` writes the notebooks from them.
 """
@@ -13,10 +13,17 @@ from typing import Any
 from moeblaze_ref.course.exercises import progress
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
 
-__all__ = ["Unsolved", "construct", "hint", "load_ipython_extension", "predict", "solution"]
+__all__ = ["Unsolved", "construct", "edit", "hint", "load_ipython_extension", "predict", "solution"]
 
 _desk = Desk(on_solved=progress.note)
 predict, construct, hint, solution = _desk.predict, _desk.construct, _desk.hint, _desk.solution
+
+
+def edit(name: str) -> Any:
+    """Open the editor of a kernel's exercise; the errors are those of `course.editor.KernelEditor`."""
+    from moeblaze_ref.course.editor import KernelEditor
+
+    return KernelEditor(name, _desk)
 
 
 def load_ipython_extension(shell: Any) -> None:

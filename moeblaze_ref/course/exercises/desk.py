@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from IPython.display import Markdown
@@ -101,19 +102,29 @@ class Desk:
         ValueError
             If there is no such exercise.
         """
-        exercise = self._open(name.strip(), KernelExercise)
+        return self.check_text(name.strip(), f"\n{text}")  # the magic is line 1: compilers count as the reader does
+
+    def check_text(self, name: str, text: str, stop: Iterable[Connection] = ()) -> Markdown:
+        """Check the text of a kernel, as `check` does; ``stop`` and KeyboardInterrupt are those of `examine_text`."""
+        exercise = self.kernel(name)
         kernel, budgets = exercise.kernel, (*exercise.budgets, *exercise.division)
-        lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
             verdict = in_subprocess.examine_text(
-                exercise.file, lines, kernel.name, exercise.task, self.limits, budgets=budgets, **kernel.launch
+                exercise.file, text, kernel.name, exercise.task, self.limits, stop, budgets=budgets, **kernel.launch
             )
         except (ValueError, TypeError, OSError) as error:
             raise self._unsolved(str(error)) from None
+        finally:
+            self.last = exercise  # in a thread: another may have been tried meanwhile
         if verdict.first_problem:
             raise self._unsolved(verdict.first_problem)
         self.on_solved(exercise.name)
         return Markdown(f"**Right, within budget.** {exercise.why}\n\n```text\n{verdict.report}\n```")
+
+    def kernel(self, name: str) -> KernelExercise:
+        """The exercise of a kernel, from now on the one tried last; the error is that of `check`."""
+        exercise: KernelExercise = self._open(name, KernelExercise)
+        return exercise
 
     def hint(self, name: str | None = None) -> Markdown:
         """The hint of an exercise, by default of the one tried last."""

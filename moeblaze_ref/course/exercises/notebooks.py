@@ -26,8 +26,8 @@ SETUP = """\
 import math
 
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.course.exercises import hint, predict, solution"""
-SETUP_TO_CONSTRUCT = SETUP.replace("import hint", "import construct, hint")
+from moeblaze_ref.course.exercises import edit, hint, predict, solution"""
+SETUP_TO_CONSTRUCT = SETUP.replace("import edit", "import construct, edit")
 
 PREDICT = (
     "- **Predict**: put a number or a formula in the place of each `...`, then run the cell; only then does the "
@@ -62,10 +62,15 @@ ASK = (
     'name: `hint("NAME")`.'
 )
 
+EDIT = """\
+- **Editor**: `edit("NAME")` in a new cell opens a kernel in an editor; `NAME` is the word after `%%check`. Its buttons
+  run the check, show each message on its line, and step through a CUDA kernel.
+  [Exercises](../../docs/exercises.md) says how to use it."""
+
 
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet as a reader finds it."""
-    texts = {Prediction: PREDICT, Construction: CONSTRUCT, KernelExercise: CHECK}
+    texts = {Prediction: PREDICT, Construction: CONSTRUCT, KernelExercise: f"{CHECK}\n{EDIT}"}
     how = "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
     other = f"Solutions, when you are done: [{sheet.title}](../solutions/{sheet.course}.ipynb)."
     return _notebook(sheet, "Exercises", f"{how}\n\n{other}", solved=False)

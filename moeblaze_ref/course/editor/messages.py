@@ -1,0 +1,58 @@
+"""Messages of the checker, of compilers and of a recorded launch, on the lines of the text that they speak of."""
+
+import re
+from typing import NamedTuple
+
+from moeblaze_ref.course.notebook.stepper import line_in
+from moeblaze_ref.runtime.races import Race, races
+from moeblaze_ref.runtime.record import LaunchRecord
+
+_COMPILER = r"^{file}:(\d+):\d+: (?:fatal )?(error|warning): (.*)$"
+_LINE = r"{file}(?:, line |:)(\d+)"
+_DECLARATION = r"^(?:def|.*__global__.*?)\s+{kernel}\s*\("
+
+
+class Message(NamedTuple):
+    """A message on a line, counted from 1."""
+
+    line: int
+    severity: str  #: "error" or "warning"
+    message: str
+
+
+def of_verdict(said: str, file: str, text: str, kernel: str) -> list[Message]:
+    """Return what a verdict says of the lines of ``text``, which the checker knows as ``file``.
+
+    A compiler has a message for each of its errors. Any other verdict is one message, on the first line of the text
+    that it names; a verdict that names none, such as a wrong element, is on the line that declares the kernel.
+    """
+    compilers = re.findall(_COMPILER.format(file=re.escape(file)), said, re.MULTILINE)
+    if compilers:
+        return [Message(int(line), severity, message) for line, severity, message in compilers]
+    named = re.search(_LINE.format(file=re.escape(file)), said)
+    return [Message(int(named[1]) if named else declaration(text, kernel), "error", said)]
+
+
+def declaration(text: str, kernel: str) -> int:
+    """Return the line that declares a kernel; 1 if none does."""
+    found = re.search(_DECLARATION.format(kernel=re.escape(kernel)), text, re.MULTILINE)
+    return text.count("\n", 0, found.start()) + 1 if found else 1
+
+
+def of_record(record: LaunchRecord, file: str) -> list[Message]:
+    """Return the fault and the races of a recorded launch, on the lines of the file at which they happen."""
+    found = [Message(_line_of_fault(record, file), "error", record.fault)] if record.fault else []
+    return found + [message for race in races(record) for message in _of_race(race, file)]
+
+
+def _line_of_fault(record: LaunchRecord, file: str) -> int:
+    """The line that the fault names, else that of the last record: a launch is recorded up to its fault."""
+    if named := re.search(_LINE.format(file=re.escape(file)), record.fault):
+        return int(named[1])
+    last = record.frames[int(record.records["instruction"][-1])] if len(record.records) else ()
+    return line_in(file, last) or 1
+
+
+def _of_race(race: Race, file: str) -> list[Message]:
+    lines = [line_in(file, frames) for frames in race.frames]
+    return [Message(line, "error", race.sentence()) for line in dict.fromkeys(lines) if line]
