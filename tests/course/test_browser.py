@@ -124,7 +124,7 @@ def test_a_kernel_is_written_checked_and_stepped_through_in_the_editor(tmp_path,
         expect(verdict).to_contain_text("race on counts[")
         expect(marked).to_have_count(2)
         before, picture = editor.locator(".moeblaze-now").text_content(), editor.locator("img").get_attribute("src")
-        editor.get_by_role("button", name="▶").click()
+        editor.get_by_role("button", name="Next").click()
         expect(editor.locator(".moeblaze-stepper")).to_contain_text("step 2 of ")
         expect(editor.locator("img")).not_to_have_attribute("src", picture)
         expect(editor.locator("img")).to_have_attribute("alt", re.compile("^step 2 of .*block 0, warp 0"))

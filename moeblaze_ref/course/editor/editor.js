@@ -59,8 +59,8 @@ function lanesMarks(doc, line, lanes) {
     );
 }
 
-function diagnostics(doc, messages) {
-    return messages.map(({ line, severity, message }) => {
+function diagnostics(doc, marks) {
+    return marks.map(({ line, severity, message }) => {
         const { from, to, text } = doc.line(Math.min(Math.max(line, 1), doc.lines));
         return { from: from + text.length - text.trimStart().length, to, severity, message };
     });
@@ -149,8 +149,8 @@ function render({ model, el }) {
     const slider = element("input", { type: "range", min: 1, ariaLabel: "step" });
     slider.onchange = () => choose("step", slider.valueAsNumber);
     const move = (by) => choose("step", Math.min(Math.max(model.get("step") + by, 1), model.get("steps")));
-    const back = button("◀", "One step back", () => move(-1));
-    const next = button("▶", "One step on", () => move(1));
+    const back = button("◀ Back", "One step back", () => move(-1));
+    const next = button("Next ▶", "One step on", () => move(1));
     const count = element("span");
     const picture = element("img");
     const controls = element("div", { className: "moeblaze-bar" }, warps, back, slider, next, count);
@@ -187,8 +187,8 @@ function render({ model, el }) {
         verdict.classList.toggle("moeblaze-right", model.get("right"));
     }
 
-    function showMessages() {
-        view.dispatch(setDiagnostics(view.state, diagnostics(view.state.doc, model.get("messages"))));
+    function showMarks() {
+        view.dispatch(setDiagnostics(view.state, diagnostics(view.state.doc, model.get("marks"))));
     }
 
     function showStep() {
@@ -213,7 +213,7 @@ function render({ model, el }) {
     const shown = [
         ["doing", showDoing],
         ["verdict right", showVerdict],
-        ["messages", showMessages],
+        ["marks", showMarks],
         ["warps warp steps step line lanes", showStep],
         ["picture alt", showPicture],
     ];

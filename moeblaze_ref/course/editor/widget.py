@@ -18,6 +18,7 @@ from moeblaze_ref.course.editor import messages
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
 from moeblaze_ref.course.notebook.pictures import alt_text
 from moeblaze_ref.course.notebook.stepper import Stepper
+from moeblaze_ref.runtime.record import LaunchRecord
 from moeblaze_ref.verify import recording
 
 FOLDER = Path(__file__).parent
@@ -49,7 +50,7 @@ class KernelEditor(anywidget.AnyWidget):
     doing = Unicode().tag(sync=True)  #: "check", "step", or empty if nothing runs
     verdict = Unicode().tag(sync=True)  #: HTML
     right = Bool().tag(sync=True)
-    messages: Any = List().tag(sync=True)  #: `messages.Message` as dictionaries
+    marks: Any = List().tag(sync=True)  #: messages on lines: each `messages.Message` as a dictionary
     #: Of the stepper: the warps that there are, the chosen one, its number of steps, and the step, counted from 1.
     warps: Any = List(Unicode()).tag(sync=True)
     warp = Unicode().tag(sync=True)
@@ -81,7 +82,7 @@ class KernelEditor(anywidget.AnyWidget):
         ValueError
             If it is neither.
         """
-        work = {"check": self._check, "step": self._record}[checks.check_name("action", what, ("check", "step"))]
+        work = {"check": self._check, "step": self._step}[checks.check_name("action", what, ("check", "step"))]
         if self.doing:
             return
         self.text, self.doing = text, what
@@ -128,43 +129,50 @@ class KernelEditor(anywidget.AnyWidget):
             shown = self._desk.check_text(self.name, self.text, [stop])
         except Unsolved as wrong:
             self._problem, _, _ = str(wrong).partition("\n\n")
-            self._wrong(str(wrong), self._problem)
+            self._tell_wrong(str(wrong), messages.of_verdict(self._problem, self.exercise.file) or self._seen(stop))
         else:
             self._tell(MarkdownIt("commonmark", {"html": False}).render(str(shown.data)), right=True, found=[])
 
-    def _record(self, stop: Connection):
-        exercise = self.exercise
-        if exercise.language != "c++":
+    def _seen(self, stop: Connection) -> list[messages.Message]:
+        """What one recorded launch shows of the problem: a fault, races, the line that wrote the wrong element."""
+        if self.exercise.language != "c++":
+            return []
+        try:
+            record = self._recorded(stop)
+        except (ValueError, TypeError, OSError):
+            return []  # the verdict is known without it
+        file = self.exercise.file
+        return messages.of_record(record, file) + messages.of_element(record, self._problem, file)
+
+    def _step(self, stop: Connection):
+        if self.exercise.language != "c++":
             raise ValueError("the stepper is for CUDA kernels: Numba's simulator records no accesses")
         try:
-            record = recording.record(
-                exercise.file,
-                self.text,
-                exercise.kernel.name,
-                exercise.task,
-                self._desk.limits,
-                self._problem,
-                [stop],
-                **exercise.kernel.launch,
-            )
+            record = self._recorded(stop)
             stepper = Stepper(record)
         except (ValueError, TypeError, OSError) as error:
-            return self._wrong(str(error), str(error))
-        found = messages.of_record(record, exercise.file)
+            return self._tell_wrong(str(error), messages.of_verdict(str(error), self.exercise.file))
+        found = messages.of_record(record, self.exercise.file)
         self._tell(_plain("\n".join(dict.fromkeys(one.message for one in found))), right=False, found=found)
         self._show(stepper)
 
-    def _wrong(self, said: str, problem: str):
-        """Show what was said, and its problem on the lines that it names."""
-        exercise = self.exercise
-        found = messages.of_verdict(problem, exercise.file, self.text, exercise.kernel.name)
-        self._tell(_plain(said), right=False, found=found)
+    def _recorded(self, stop: Connection) -> LaunchRecord:
+        """A launch on the case in which the last check failed, else on the first."""
+        exercise, kernel = self.exercise, self.exercise.kernel
+        asked = exercise.file, self.text, kernel.name, exercise.task, self._desk.limits, self._problem
+        return recording.record(*asked, [stop], **kernel.launch)
+
+    def _tell_wrong(self, said: str, found: list[messages.Message]):
+        """Show what was said; without a message on a line, its first part is on the line that declares the kernel."""
+        line = messages.declaration(self.text, self.exercise.kernel.name)
+        otherwise = messages.Message(line, "error", said.partition("\n\n")[0])
+        self._tell(_plain(said), right=False, found=found or [otherwise])
 
     # ---- what the page shows ------------------------------------------------------------------------
 
     def _tell(self, verdict: str, right: bool, found: list[messages.Message]):
         with self.hold_sync():
-            self.verdict, self.right, self.messages = verdict, right, [one._asdict() for one in found]
+            self.verdict, self.right, self.marks = verdict, right, [one._asdict() for one in found]
 
     def _show(self, stepper: Stepper | None):
         """Show the first step of the first warp; without a stepper nothing."""
