@@ -81,8 +81,8 @@ def record(kernel):
 
 
 def mark(frames):
-    """The comment of a line."""
-    return KERNELS.splitlines()[frames[0].line - 1].rpartition("// ")[2]
+    """The comment of the line of the kernel, which calls what is inlined there."""
+    return KERNELS.splitlines()[frames[-1].line - 1].rpartition("// ")[2]
 
 
 @pytest.mark.parametrize("kernel", FOUND)
