@@ -236,11 +236,11 @@ def test_a_wrong_verdict_without_a_line_is_where_a_launch_shows_its_cause(monkey
     said = "L=13 (small): depends on the order of threads (seed 1): lengths[2] is 1, but in their natural order 3"
     editor = KernelEditor("missing-barrier", SaysAtOnce(Unsolved(f"{said}\n\nhint() gives a hint")))
     asked = []
-    monkeypatch.setattr(recording, "record", lambda *given, **_: asked.append(given) or stepped._stepper.record)
+    monkeypatch.setattr(recording, "record", lambda *_, **options: asked.append(options) or stepped._stepper.record)
     press(editor, "check", CUDA.unsolved)
     lines = [line_of(CUDA.unsolved, part) for part in ("lengths[expert] = ", "counts[threadIdx.x] = ", "+= counts[")]
     assert {mark["line"] for mark in editor.marks} == {*lines}
-    assert asked[0][5] == said, "the launch is on the case that failed"
+    assert asked[0]["shape"] == said, "the launch is on the case that failed"
 
 
 def test_a_verdict_without_any_line_is_on_the_kernel(monkeypatch):

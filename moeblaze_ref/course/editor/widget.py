@@ -158,9 +158,10 @@ class KernelEditor(anywidget.AnyWidget):
 
     def _recorded(self, stop: Connection) -> LaunchRecord:
         """A launch on the case in which the last check failed, else on the first."""
-        exercise, kernel = self.exercise, self.exercise.kernel
-        asked = exercise.file, self.text, kernel.name, exercise.task, self._desk.limits, self._problem
-        return recording.record(*asked, [stop], **kernel.launch)
+        exercise = self.exercise
+        options: dict[str, Any] = {"shape": self._problem, "stop": [stop], **exercise.kernel.launch}
+        kernel, limits = exercise.kernel.name, self._desk.limits
+        return recording.record(exercise.file, self.text, kernel, exercise.task, limits, **options)
 
     def _tell_wrong(self, said: str, found: list[messages.Message]):
         """Show what was said; without a message on a line, its first part is on the line that declares the kernel."""
