@@ -14,7 +14,7 @@ LAST_INDEX := $(shell cat $(STAMP) 2>/dev/null)
 TORCH_INDEX_URL ?= $(LAST_INDEX)
 TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
 
-.PHONY: help setup setup-gpu demo test test-portable check sanitize bench docs docs-serve notebooks lab lock
+.PHONY: help setup setup-gpu demo test test-portable check sanitize bench docs docs-serve notebooks lab editor lock
 .PHONY: machine-for-demo machine-for-notebooks machine-for-tests any-compiler
 
 help: ## List these targets
@@ -136,6 +136,14 @@ notebooks: machine-for-notebooks $(STAMP) ## Run every notebook and write it wit
 
 lab: $(STAMP) ## Open your copies of the notebooks in JupyterLab
 	$(BIN)/moeblaze lab
+
+# The editor of the exercises: one file with the packages that it needs, so that it opens with the network off.
+EDITOR := moeblaze_ref/course/editor
+editor: ## Build the editor of the exercises from its source, with npm
+	mkdir -p build/editor
+	cp $(addprefix $(EDITOR)/,package.json package-lock.json editor.js build.mjs) build/editor
+	cd build/editor && npm ci --ignore-scripts --no-audit --no-fund && node build.mjs
+	cp build/editor/bundle.js build/editor/bundle.LICENSE.txt $(EDITOR)
 
 COMPILE := build/uv/bin/uv pip compile --quiet --python-version 3.11 $(UPGRADE)
 

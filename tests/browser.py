@@ -31,6 +31,7 @@ MISSING = (
 QUIET = ("no-first-run", "disable-background-networking", "disable-component-update", "disable-sync", "disable-quic")
 FLAGS = tuple(f"--{name}" for name in ("no-sandbox", "disable-gpu", *QUIET))
 HANGS = 300_000  # milliseconds after which nothing more is expected, on a slow and busy machine
+expect.set_options(timeout=HANGS)
 POLLS = 250  # milliseconds between two looks: more would take the processor from what is waited for
 
 
@@ -171,7 +172,34 @@ def check_outputs(page: Page, cells: int, pictures: int) -> None:
     assert not faults, "\n".join(faults)
     prompts = page.locator(".jp-CodeCell .jp-InputPrompt").all_text_contents()
     assert prompts == [f"[{number}]:" for number in range(1, cells + 1)], prompts
-    expect(page.locator(PICTURES)).to_have_count(pictures, timeout=HANGS)
+    expect(page.locator(PICTURES)).to_have_count(pictures)
+
+
+def without_network(page: Page) -> list[str]:
+    """Let the page reach this machine alone; the list that is returned has what it asks elsewhere from now on."""
+    asked: list[str] = []
+    elsewhere = re.compile(r"^\w+://(?!127\.0\.0\.1[:/])")
+    page.route(elsewhere, lambda route: (asked.append(route.request.url), route.abort()))
+    return asked
+
+
+def write_below(editor: Locator, line: str, text: str) -> None:
+    """Type a line into an editor of CodeMirror, below the one that has this text."""
+    _type(editor.locator(".cm-line", has_text=line), "End", "Enter", text)
+
+
+def write_over(line: Locator, text: str) -> None:
+    """Type a text over a line in an editor of CodeMirror."""
+    _type(line, "End", "Shift+Home", "Delete", text)
+
+
+def _type(line: Locator, *keys_and_text: str) -> None:
+    """Click on a line, press keys, and type a text."""
+    *keys, text = keys_and_text
+    line.click()
+    for key in keys:
+        line.page.keyboard.press(key)
+    line.page.keyboard.type(text)
 
 
 @contextlib.contextmanager

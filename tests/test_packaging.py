@@ -153,7 +153,8 @@ def test_nothing_is_pinned_without_need():
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == PROJECT["version"]
-    assert f"{citation['license']} AND PSF-2.0" == PROJECT["license"]  # the latter is that of a text it comes with
+    others = "PSF-2.0 AND MIT"  # of a text and of packages that it comes with
+    assert f"{citation['license']} AND {others}" == PROJECT["license"]
     assert f"\n## {PROJECT['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 

@@ -15,10 +15,10 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -85,25 +85,34 @@ def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any
     return _ask(multiprocessing.get_context("spawn"), guard.Limits(limit), functools.partial(_examined, question))
 
 
-def examine_text(file: str, text: str, kernel: str, task: str, limits: guard.Limits, **options: Any) -> Verdict:
+def examine_text(
+    file: str, text: str, kernel: str, task: str, limits: guard.Limits, stop: Iterable[Connection] = (), **options: Any
+) -> Verdict:
     """The same of a kernel's text, over the cases that are small enough for a simulator, where Numba runs in its own.
 
     ``file`` is what the kernel's file is called, for messages: NAME.cu or NAME.py. ``text`` is what is in it, and
     ``kernel`` the kernel's name. The other arguments and the errors are those of `examine`.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        If something can be received from a connection of ``stop``, or its other end is closed.
     """
     question = _Question(f"{file}:{kernel}", task, options | {"small": True}, text)
-    return _ask(_server(), limits, functools.partial(_examined, question))
+    return _ask(_server(), limits, functools.partial(_examined, question), stop)
 
 
-def confined(work: Callable[[guard.Send], None], limits: guard.Limits) -> guard.Ended:
+def confined(work: Callable[[guard.Send], None], limits: guard.Limits, stop: Iterable[Connection] = ()) -> guard.Ended:
     """`guard.run` of a function that can be pickled, in a process that nothing of this one's memory reaches.
 
     Raises
     ------
     TimeoutError, ChildProcessError
         As `guard.run`.
+    KeyboardInterrupt
+        As `examine_text`.
     """
-    return _ask(_server(), limits, functools.partial(_run, work))
+    return _ask(_server(), limits, functools.partial(_run, work), stop)
 
 
 class _Question(NamedTuple):
@@ -123,7 +132,9 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _ask(context: ForkServerContext | SpawnContext, limits: guard.Limits, work: _Work[T]) -> T:
+def _ask(
+    context: ForkServerContext | SpawnContext, limits: guard.Limits, work: _Work[T], stop: Iterable[Connection] = ()
+) -> T:
     """Start the processes that supervise and work, and return or raise what they say."""
     receiving, sending = context.Pipe()  # of sockets, which nobody can open by their names under /proc
     with guard.others_kept_out(), receiving, _shown(context) as printed, _temporary_folder() as folder:
@@ -131,8 +142,11 @@ def _ask(context: ForkServerContext | SpawnContext, limits: guard.Limits, work: 
         process.start()
         sending.close()
         try:
-            if not receiving.poll(limits.seconds + PREPARING_SECONDS):
+            ready = wait([receiving, *stop], limits.seconds + PREPARING_SECONDS)
+            if not ready:
                 raise TimeoutError(f"there is no verdict after {limits.seconds + PREPARING_SECONDS:g} seconds")
+            if receiving not in ready:
+                raise KeyboardInterrupt  # a button in place of Ctrl-C
             found = receiving.recv()
         except EOFError:
             process.join()

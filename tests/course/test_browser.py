@@ -1,5 +1,6 @@
 """Notebooks in JupyterLab, as a reader has them: run by the menu, their sliders moved, in a real browser."""
 
+import re
 import shutil
 
 import browser
@@ -104,6 +105,54 @@ def test_sliders_that_move_no_picture_and_a_cell_that_raises_are_seen(tmp_path):
                     browser.drive(explorers[number], number, ask, 1, hangs=5_000)
         with pytest.raises(AssertionError, match="KeyError"):
             browser.check_outputs(page, cells=6, pictures=3)
+
+
+EDITOR = """
+%load_ext moeblaze_ref.course.exercises
+from moeblaze_ref.course.exercises import edit
+
+edit("missing-barrier")
+"""
+
+
+def test_a_kernel_is_written_checked_and_stepped_through_in_the_editor(tmp_path, monkeypatch):
+    """With the network off: a wrong kernel, the verdict on its line, a step, the mended kernel."""
+    monkeypatch.setenv("MOEBLAZE_PROGRESS", str(tmp_path / "progress.json"))
+    cells = [nbformat.v4.new_code_cell(source) for source in EDITOR.strip().split("\n\n")]
+    write_cleared(nbformat.v4.new_notebook(cells=cells, metadata=METADATA), tmp_path / "read.ipynb")
+    with browser.jupyterlab(tmp_path) as lab, browser.opened(tmp_path) as page:
+        asked_elsewhere = browser.without_network(page)
+        browser.run_all(page, lab, "read.ipynb")
+        editor = page.locator(".moeblaze-editor")
+        verdict, marked = editor.locator(".moeblaze-verdict"), editor.locator(".cm-line:has(.cm-lintRange-error)")
+        expect(editor.locator(".cm-content")).to_contain_text("extern")
+
+        browser.write_below(editor, "__shared__ int counts", "int none = nothing;")
+        editor.get_by_role("button", name="Run").click()
+        expect(editor.locator("progress")).to_be_visible()
+        expect(verdict).to_contain_text("was not declared")
+        expect(marked).to_have_text("    int none = nothing;")
+
+        browser.write_over(marked, "")
+        editor.get_by_role("button", name="Step", exact=True).click()
+        expect(verdict).to_contain_text("race on counts[")
+        expect(marked).to_have_count(2)
+        before, picture = editor.locator(".moeblaze-now").text_content(), editor.locator("img").get_attribute("src")
+        editor.get_by_role("button", name="Next").click()
+        expect(editor.locator(".moeblaze-stepper")).to_contain_text("step 2 of ")
+        expect(editor.locator("img")).not_to_have_attribute("src", picture)
+        expect(editor.locator("img")).to_have_attribute("alt", re.compile("^step 2 of .*block 0, warp 0"))
+        expect(editor.locator(".moeblaze-now")).to_have_attribute("data-lanes", "32 lanes")
+        assert editor.locator(".moeblaze-now").text_content() != before
+
+        browser.write_below(editor, "counts[threadIdx.x] = count;", "__syncthreads();")
+        page.keyboard.press("Control+Enter")
+        expect(verdict).to_contain_text("Right, within budget.")
+        expect(marked).to_have_count(0)
+        expect(editor.locator("progress")).to_be_hidden()
+        assert not asked_elsewhere, asked_elsewhere
+        expect(page.locator(browser.FAULTS)).to_have_count(0)
+    assert "missing-barrier" in (tmp_path / "progress.json").read_text()
 
 
 def test_what_fails_names_a_screenshot(tmp_path):

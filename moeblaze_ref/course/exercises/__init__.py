@@ -3,7 +3,7 @@
 A notebook of ``notebooks/exercises`` begins with
 
     %load_ext moeblaze_ref.course.exercises
-    from moeblaze_ref.course.exercises import hint, predict, solution
+    from moeblaze_ref.course.exercises import edit, hint, predict, solution
 
 `sheets` states the exercises, and `notebooks` writes the notebooks from them.
 """
@@ -15,7 +15,16 @@ from moeblaze_ref.course.exercises import progress
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 
-__all__ = ["Unsolved", "construct", "hint", "load_ipython_extension", "predict", "require_solved", "solution"]
+__all__ = [
+    "Unsolved",
+    "construct",
+    "edit",
+    "hint",
+    "load_ipython_extension",
+    "predict",
+    "require_solved",
+    "solution",
+]
 
 _solved: set[str] = set()  # in this process
 
@@ -41,6 +50,13 @@ def require_solved(name: str) -> None:
     """
     if checks.check_name("exercise", name, EXERCISES) not in _solved:
         raise Unsolved(f"no cell above answers {name} right")
+
+
+def edit(name: str) -> Any:
+    """Open the editor of a kernel's exercise; the errors are those of `course.editor.KernelEditor`."""
+    from moeblaze_ref.course.editor import KernelEditor
+
+    return KernelEditor(name, _desk)
 
 
 def load_ipython_extension(shell: Any) -> None:

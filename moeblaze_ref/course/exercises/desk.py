@@ -2,14 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from IPython.display import Markdown
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.units import GB, GIB, KIB, MB, MIB
-from moeblaze_ref.course.exercises.exercise import CodeExercise, Construction, Exercise, Prediction
+from moeblaze_ref.course.exercises.exercise import CodeExercise, Construction, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 from moeblaze_ref.course.notebook.markdown import cell_text, table
 from moeblaze_ref.verify import guard, in_subprocess
@@ -102,17 +103,28 @@ class Desk:
         ValueError
             If there is no such exercise.
         """
-        exercise = self._open(name.strip(), CodeExercise)
+        return self.check_text(name.strip(), f"\n{text}")  # the magic is line 1: compilers count as the reader does
+
+    def check_text(self, name: str, text: str, stop: Iterable[Connection] = ()) -> Markdown:
+        """Check a text, as `check` does; ``stop`` and KeyboardInterrupt are those of `examine_text`."""
+        exercise = self._open(name, CodeExercise)
         try:
-            found = exercise.examine(f"\n{text}", self.limits)  # the magic is the first line: count as the reader does
+            found = exercise.examine(text, self.limits, stop)
         except (ValueError, TypeError, OSError) as error:
             raise self._unsolved(str(error)) from None
+        finally:
+            self.last = exercise  # in a thread: another may have been tried meanwhile
         if found.problem:
             raise self._unsolved(found.problem)
         self.on_solved(exercise.name)
         for level in found.levels:
             self.on_solved(f"{exercise.name}/{level}")
         return Markdown(f"**{found.praise}.** {exercise.why}\n\n```text\n{found.report}\n```")
+
+    def kernel(self, name: str) -> KernelExercise:
+        """The exercise of a kernel, from now on the one tried last; the error is that of `check`."""
+        exercise: KernelExercise = self._open(name, KernelExercise)
+        return exercise
 
     def hint(self, name: str | None = None) -> Markdown:
         """Return the next hint of an exercise, by default of the one tried last. The last hint comes again."""

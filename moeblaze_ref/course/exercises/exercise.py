@@ -3,8 +3,9 @@
 import itertools
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, ClassVar, NamedTuple
 
 from moeblaze_ref.core.config import PRESETS, MoEConfig
@@ -146,8 +147,8 @@ class CodeExercise(_Stated):
         """The notebook's cell that hands the code to its check."""
         return f"%%check {self.name}\n{text.rstrip()}"
 
-    def examine(self, text: str, limits: guard.Limits) -> Checked:
-        """Check a reader's code, the text below the first line of its cell.
+    def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
+        """Check a reader's code, the text below the first line of its cell; ``stop`` is that of `examine_text`.
 
         Raises
         ------
@@ -205,11 +206,11 @@ class KernelExercise(CodeExercise):
         """The parts of the solution that ``change`` names."""
         return re.findall("\n(?:.*\n)*?".join(map(re.escape, self.change[0].split("\n...\n"))), self.solution)
 
-    def examine(self, text: str, limits: guard.Limits) -> Checked:
+    def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
         """Check a kernel by `checker.examine`."""
         budgets, launch = (*self.budgets, *self.division), self.kernel.launch
         verdict = in_subprocess.examine_text(
-            self.file, text, self.kernel.name, self.task, limits, budgets=budgets, **launch
+            self.file, text, self.kernel.name, self.task, limits, stop, budgets=budgets, **launch
         )
         return Checked(verdict.first_problem, verdict.report)
 
@@ -224,14 +225,14 @@ class TorchExercise(CodeExercise):
 
     kind, noun, language = "torch", "torch project", "python"
 
-    def examine(self, text: str, limits: guard.Limits) -> Checked:
+    def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
         """Check the text, run it on every case of the project, and compare."""
         from moeblaze_ref.course.exercises.projects.session import Session
         from moeblaze_ref.verify.torch_cells import Cell
 
         module, _, name = self.project.partition(".")
         project = pkgutil.resolve_name(f"moeblaze_ref.course.exercises.projects.{module}:{name}")
-        cell, session = Cell(f"{self.name}.py", text, project.defines, project.refused), Session(limits)
+        cell, session = Cell(f"{self.name}.py", text, project.defines, project.refused), Session(limits, stop)
         cell.check()
         verdict = session.verdict(project.rows(cell, session))
         return Checked(verdict.first_problem, verdict.report, "Right")
@@ -256,7 +257,7 @@ class Capstone(CodeExercise):
         """The solution of the highest level."""
         return self.solutions[LEVELS[-1]]
 
-    def examine(self, text: str, limits: guard.Limits) -> Checked:
+    def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
         """Check a kernel by `checker.examine`, and say which levels it reaches, and how far the next one is."""
         verdict = in_subprocess.examine_text(
             f"{self.name}.cu",
@@ -264,6 +265,7 @@ class Capstone(CodeExercise):
             self.kernel,
             self.task,
             limits,
+            stop,
             budgets=self.division,
             levels=self.levels,
             cases=self.cases(),

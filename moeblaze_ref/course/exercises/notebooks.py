@@ -36,8 +36,8 @@ SETUP = """\
 import math
 
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.course.exercises import hint, predict, solution"""
-SETUP_TO_CONSTRUCT = SETUP.replace("import hint", "import construct, hint")
+from moeblaze_ref.course.exercises import edit, hint, predict, solution"""
+SETUP_TO_CONSTRUCT = SETUP.replace("import edit", "import construct, edit")
 
 PREDICT = """\
 - **Predict**: replace each `...` by a number or a formula, and run the cell. The project computes the numbers after
@@ -82,13 +82,18 @@ ASK = """\
   From the second wrong answer on, the error has it too. `solution()` shows the solution. Both are about the exercise
   that you tried last, or about the one that you name: `hint("NAME")`."""
 
+EDIT = """\
+- **Editor**: `edit("NAME")` in a new cell opens a kernel in an editor; `NAME` is the word after `%%check`. Its buttons
+  run the check, show each message on its line, and step through a CUDA kernel.
+  [Exercises](../../docs/exercises.md) says how to use it."""
+
 
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet as a reader finds it."""
     texts = {
         Prediction: PREDICT,
         Construction: CONSTRUCT,
-        KernelExercise: CHECK,
+        KernelExercise: f"{CHECK}\n{EDIT}",
         TorchExercise: TORCH,
         Capstone: CAPSTONE,
     }

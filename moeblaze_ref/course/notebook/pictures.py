@@ -1,4 +1,4 @@
-"""A drawing of the layer for the start of each notebook, paper that does not glare, and texts for who sees no picture."""
+"""The drawing of the layer that opens each notebook; how pictures are shown on dark pages; alternative texts."""
 
 import re
 from typing import NamedTuple

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 from ipywidgets import Dropdown, IntSlider, Widget
 from matplotlib.axes import Axes
@@ -70,6 +71,16 @@ class Stepper:
         warp.observe(lambda change: setattr(step, "max", len(self._steps(change.new))), "value")
         return {"warp": warp, "step": play(step)}
 
+    def count(self, warp: str) -> int:
+        """Return the number of steps of one of ``warps``."""
+        return len(self._steps(warp))
+
+    def lines(self, warp: str, step: int, file: str) -> tuple[int | None, dict[int, int]]:
+        """Return the line of a file that a step is at, and how many lanes are at each line; steps count from 1."""
+        steps = self._steps(warp)
+        at = Counter(place.line for place in _places(steps, step - 1).values() if place.file == file)
+        return line_in(file, steps[step - 1].frames), dict(at)
+
     def picture(self, warp: str, step: int) -> Figure:
         """The source, the lanes and the memory at one step, counted from 1.
 
@@ -92,6 +103,11 @@ class Stepper:
         _draw_memory(memory, now, groups)
         figure.text(0.005, 0.005, "\n".join(filter(None, [self.record.fault, self.record.note])), color=VERMILLION)
         return figure
+
+
+def line_in(file: str, frames: Iterable[Frame]) -> int | None:
+    """Return the innermost line of a file among the frames of an instruction."""
+    return next((frame.line for frame in frames if frame.file == file), None)
 
 
 def sentence(step: Step) -> str:

@@ -45,14 +45,9 @@ class Runner:
 def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):
     """``order`` is the seed of the threads' order; 0 is their natural one."""
     executor = SimtExecutor(seed=order)
-    grid, block, shared_bytes = launch
     try:
-        module = executor.load(kernel.file, text=kernel.text, **constants)
         with executor.recording() as reports:
-            module.launch(kernel.name, grid, block, shared_bytes, **arguments)
-    except SimtCompileError as error:
-        _, _, compilers = str(error).partition("\n")
-        raise ValueError(f"{kernel.file} does not compile:\n{compilers}") from None
+            launch_cuda(executor, kernel, constants, launch, arguments)
     except KernelFault as fault:
         again = "out-of-bounds" in str(fault)  # an endless loop, say, might not end this time
         line = _line_outside(kernel, constants, launch, arguments, order) if again else ""
@@ -75,24 +70,41 @@ def _division(work: Any) -> Counts:
 
 def _line_outside(kernel: CudaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int) -> str:
     """Return the line at which a kernel accesses memory outside its arrays, or an empty text."""
-    executor, (grid, block, shared_bytes) = RecordingExecutor(seed=order), launch
+    executor = RecordingExecutor(seed=order)
     with contextlib.suppress(KernelFault, SimtUnavailable):
-        module = executor.load(kernel.file, text=kernel.text, **constants)
-        module.launch(kernel.name, grid, block, shared_bytes, **arguments)
+        launch_cuda(executor, kernel, constants, launch, arguments)
     found = executor.launches[-1].outside(kernel.file) if executor.launches else None
     return f" ({kernel.file}, line {found.line})" if found else ""
+
+
+def launch_cuda(
+    executor: Any, kernel: CudaKernel, constants, launch: tuple[Size, Size, int], arguments: dict[str, Any]
+):
+    """Compile a kernel and launch it on one of the executors.
+
+    Raises
+    ------
+    ValueError
+        If the compiler of the SIMT executor refuses it.
+    """
+    grid, block, shared_bytes = launch
+    try:
+        module = executor.load(kernel.file, text=kernel.text, **constants)
+    except SimtCompileError as error:
+        _, _, compilers = str(error).partition("\n")
+        raise ValueError(f"{kernel.file} does not compile:\n{compilers}") from None
+    module.launch(kernel.name, grid, block, shared_bytes, **arguments)
 
 
 def _cuda(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):
     """A GPU counts nothing; ``order`` is the number of the run."""
     import cupy
 
-    executor, (grid, block, shared_bytes) = cupy_executor(), launch
+    executor = cupy_executor()
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     try:
         moved = {name: executor.from_numpy(array) for name, array in arrays.items()}
-        module = executor.load(kernel.file, text=kernel.text, **constants)
-        module.launch(kernel.name, grid, block, shared_bytes, **(arguments | moved))
+        launch_cuda(executor, kernel, constants, launch, arguments | moved)
         for name, array in arrays.items():
             np.copyto(array, executor.to_numpy(moved[name]))
     except cupy.cuda.compiler.CompileException as error:

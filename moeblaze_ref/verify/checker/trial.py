@@ -17,6 +17,7 @@ from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ITEMSIZE, is_gated
+from moeblaze_ref.runtime.source import Size
 from moeblaze_ref.verify.checker.budgets import Budget
 from moeblaze_ref.verify.checker.contracts import AXES, Arrays, Contract, Problem, dtype_of
 from moeblaze_ref.verify.checker.kernels import CudaKernel, Launch, NumbaFile, NumbaKernel, choose_launch
@@ -150,20 +151,22 @@ class Trial:
 
     def _run(self, problem: Problem, memory: Arrays, order: int) -> Counts:
         """Launch once, into the memory, and return what was counted."""
-        constants, symbols = self._constants(problem), self._symbols(problem)
-        names = self.parameters(problem)
+        constants, launch, arguments = self.call(problem, memory)
+        counts = self._launch(constants, launch, arguments, order)
+        written = counts.get("written", {})  # what changes in a device's copy of an input does not come back
+        for name, array in problem.inputs.items():
+            if written.get(name) or (name in arguments and arguments[name].tobytes() != array.tobytes()):
+                raise Fault(f"kernel {self.kernel.name} changes its input {name}")
+        return counts
+
+    def call(self, problem: Problem, memory: Arrays) -> tuple[dict[str, Any], tuple[Size, Size, int], dict[str, Any]]:
+        """Return what a launch takes: constants; grid, block and shared bytes; arguments, inputs copied."""
         inputs = {name: array.copy() for name, array in problem.inputs.items()}
         # A tensor that the activation lacks is an array that the kernel must not read.
         absent = {name: np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype)) for name in self.contract.tensors}
         given = absent | problem.sizes | inputs | memory
-        arguments = {name: given[name] for name in names}
-        launch = self.launch.at(self.kernel.name, symbols)
-        counts = self._launch(constants, launch, arguments, order)
-        written = counts.get("written", {})  # what changes in a device's copy of an input does not come back
-        for name, array in inputs.items():
-            if written.get(name) or array.tobytes() != problem.inputs[name].tobytes():
-                raise Fault(f"kernel {self.kernel.name} changes its input {name}")
-        return counts
+        arguments = {name: given[name] for name in self.parameters(problem)}
+        return self._constants(problem), self.launch.at(self.kernel.name, self._symbols(problem)), arguments
 
     def _launch(self, constants: dict[str, Any], launch: tuple, arguments: dict[str, Any], order: int) -> Counts:
         """Launch and return the counts; an empty grid, which CUDA refuses, is skipped."""

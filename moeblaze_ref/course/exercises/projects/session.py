@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -41,10 +42,12 @@ class Session:
     ----------
     limits : guard.Limits
         Of each process.
+    stop : iterable of Connection
+        As of `in_subprocess.confined`.
     """
 
-    def __init__(self, limits: guard.Limits):
-        self._limits = limits
+    def __init__(self, limits: guard.Limits, stop: Iterable[Connection] = ()):
+        self._limits, self._stop = limits, tuple(stop)
         self._refused: dict[str, None] = {}  # by the system, of the confinement
 
     def ask(self, work: Callable[[guard.Send], None], answers: int) -> list[dict[str, Any]]:
@@ -57,7 +60,7 @@ class Session:
         TimeoutError, ChildProcessError
             If it took too long or too much, ended its process, or wrote into the process' pipe.
         """
-        ended = in_subprocess.confined(work, self._limits)
+        ended = in_subprocess.confined(work, self._limits, self._stop)
         self._refused |= dict.fromkeys(ended.refused)
         found = [_read(line) for line in ended.sent.splitlines()]
         for one in found:
