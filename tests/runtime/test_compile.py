@@ -36,7 +36,7 @@ ARCHITECTURES = {
     "sm_90a; SIMT executor": ("sm_90a",),
 }
 HOPPER = ("sm_90", "sm_90a")
-CUDA_HEADERS = [find_nvidia_header_directory(library) for library in ("cudart", "cccl")]
+CUDA_HEADERS = find_nvidia_header_directory("cudart")
 USAGE = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill "
     r"stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
@@ -70,7 +70,7 @@ def _usage(text, constants, include_dirs, architecture):
     options = ProgramOptions(
         arch=architecture,
         std="c++17",
-        include_path=[*map(str, include_dirs), *CUDA_HEADERS],
+        include_path=[*map(str, include_dirs), CUDA_HEADERS],
         define_macro=[(name, str(value)) for name, value in constants] or None,
         ptxas_options="-v",
     )
