@@ -10,7 +10,7 @@ import pytest
 
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.simt import build
-from moeblaze_ref.runtime.simt.executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor, Traffic
 
 TYPES = {"__half": np.float16, "__nv_bfloat16": ml_dtypes.bfloat16}
 EVERY_VALUE = np.arange(2**16, dtype=np.uint16)  # as bits
@@ -90,6 +90,22 @@ def test_a_float_is_rounded_to_nearest_even(scalar, converted):
     expected = np.where(np.isnan(wide), np.uint16(NAN), expected.view(np.uint16))
     assert (expected == 0x8000).any() and np.isinf(expected.view(dtype)[np.isfinite(wide)]).any()
     np.testing.assert_array_equal(converted(scalar, "round_to", wide, dtype).view(np.uint16), expected)
+
+
+@pytest.mark.parametrize("scalar", TYPES)
+def test_a_warp_stores_what_it_converts_at_once(scalar):
+    """Also where lanes take other branches of the conversion: on a GPU it has none."""
+    executor, dtype, rows = SimtExecutor(), TYPES[scalar], 4
+    smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    d_out = np.resize([1, smallest, np.nan, np.inf, 0, -smallest, -1], (rows, THREADS)).astype(dtype)
+    gates, place = np.ones(rows, np.float32), np.arange(rows, dtype=np.int32)
+    d_y = np.zeros((rows, THREADS), dtype)
+    module = executor.load("combine/1_gather.cu", Scalar=scalar, THREADS=THREADS)
+    arguments = {"d_out": d_out, "gates": gates, "token_index_map": place, "d_y": d_y}
+    with executor.recording() as launches:
+        module.launch("d_y", rows, THREADS, **arguments, R=rows, d=THREADS, k=1)
+    np.testing.assert_array_equal(d_y.astype(np.float32), d_out.astype(np.float32))
+    assert launches[0].buffers["d_y"] == Traffic(0, d_y.nbytes, 0, d_y.nbytes // 32)
 
 
 OPERATORS = (operator.add, operator.sub, operator.mul, operator.truediv)

@@ -5,17 +5,32 @@
 #include <bit>
 #include <cstdint>
 
+// On a GPU a conversion is one instruction, whatever its value. So is it one call where accesses are counted: inlined,
+// its branches could get a copy each of the store behind them, and a warp's one store would count as several.
+#if defined(__clang__)
+#define SIMT_COUNTS_ACCESSES __has_feature(thread_sanitizer)
+#elif defined(__SANITIZE_THREAD__)
+#define SIMT_COUNTS_ACCESSES 1
+#else
+#define SIMT_COUNTS_ACCESSES 0
+#endif
+#if SIMT_COUNTS_ACCESSES
+#define SIMT_INSTRUCTION __attribute__((noinline, const))
+#else
+#define SIMT_INSTRUCTION
+#endif
+
 constexpr uint32_t SIMT_FLOAT_INFINITY = 0x7f800000, SIMT_FLOAT_NAN = 0x7fffffff;
 constexpr uint16_t SIMT_HALF_INFINITY = 0x7c00, SIMT_NARROW_NAN = 0x7fff;
 
-inline float simt_half_to_float(uint16_t bits) {
+SIMT_INSTRUCTION inline float simt_half_to_float(uint16_t bits) {
     const uint32_t magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
     if (magnitude > SIMT_HALF_INFINITY) return std::bit_cast<float>(SIMT_FLOAT_NAN);
     if (magnitude == SIMT_HALF_INFINITY) return std::bit_cast<float>(SIMT_FLOAT_INFINITY | sign);
     return std::bit_cast<float>(magnitude << 13 | sign) * 0x1p112f;  // the biases of the exponents are 112 apart
 }
 
-inline uint16_t simt_float_to_half(float value) {
+SIMT_INSTRUCTION inline uint16_t simt_float_to_half(float value) {
     const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
     const uint32_t sign = bits >> 16 & 0x8000u;
     if (magnitude > SIMT_FLOAT_INFINITY) return SIMT_NARROW_NAN;
@@ -28,7 +43,7 @@ inline uint16_t simt_float_to_half(float value) {
 
 inline float simt_bfloat16_to_float(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
 
-inline uint16_t simt_float_to_bfloat16(float value) {
+SIMT_INSTRUCTION inline uint16_t simt_float_to_bfloat16(float value) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     if ((bits & 0x7fffffffu) > SIMT_FLOAT_INFINITY) return SIMT_NARROW_NAN;
     return uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
