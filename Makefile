@@ -77,8 +77,8 @@ test: machine-for-tests $(STAMP) build/nbgrader ## Run every test that can run o
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m pytest --ignore tests/gpu --numprocesses auto --maxprocesses 8 --dist worksteal
 
-# Those that need neither g++ nor CUDA's headers nor numba-cuda, which are for Linux alone. Of some files it is those
-# without simt or numba in their ids.
+# Those that need neither the SIMT executor, which has run on Linux alone, nor numba-cuda, which is for Linux alone. Of
+# some files it is those without simt or numba in their ids.
 PORTABLE := core/test_config.py core/test_kernel_headers.py core/test_records.py core/test_source_hashes.py placement \
             systems/test_layer.py test_readme.py test_style.py
 IN_PART := backends/test_activation.py backends/test_combine.py backends/test_dispatch.py backends/test_gating.py

@@ -214,7 +214,6 @@ def _numba_status() -> Status:
 
 def _simt_status() -> Status:
     try:
-        build.cuda_include_dirs()
         compiled_by = " ".join(build.compiler())
         build.runtime_library()  # the part that every kernel needs: built if need be, and loaded
     except SimtUnavailable as error:
@@ -223,7 +222,7 @@ def _simt_status() -> Status:
     except build.SimtCompileError as error:
         first = next((line for line in str(error).splitlines() if "error" in line), "no error is named")
         return Status(False, f"{compiled_by} does not compile the executor: {first}", "name another compiler by CXX")
-    return Status(True, f"compiled by {compiled_by}, with CUDA's own headers")
+    return Status(True, f"compiled by {compiled_by}")
 
 
 def _cuda_status() -> Status:

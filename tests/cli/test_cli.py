@@ -46,7 +46,7 @@ def test_doctor_says_what_to_install(monkeypatch):
 def test_doctor_names_the_compiler(monkeypatch):
     monkeypatch.setattr(build, "compiler", lambda: ("python", "-m", "ziglang", "c++"))
     monkeypatch.setattr(build, "runtime_library", lambda: None)
-    assert "compiled by python -m ziglang c++, with CUDA's own headers" in moeblaze("doctor").stdout
+    assert "compiled by python -m ziglang c++" in moeblaze("doctor").stdout
 
 
 def test_check_prints_json_with_the_agreed_keys():

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuda.core import Program, ProgramOptions
+from cuda.pathfinder import find_nvidia_header_directory
 
 from moeblaze_ref.backends.raw_cuda import block_sparse, combine, dispatch, expert_down, expert_up, gating, gemm, tiles
 from moeblaze_ref.bench import ladder
 from moeblaze_ref.core.config import ACTIVATIONS
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.course.notebook.hopper import RING
-from moeblaze_ref.runtime.simt.build import cuda_include_dirs
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource, kernel_text
 
@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "sm_90a; SIMT executor": ("sm_90a",),
 }
 HOPPER = ("sm_90", "sm_90a")
+CUDA_HEADERS = find_nvidia_header_directory("cudart")
 USAGE = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill "
     r"stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
@@ -69,7 +70,7 @@ def _usage(text, constants, include_dirs, architecture):
     options = ProgramOptions(
         arch=architecture,
         std="c++17",
-        include_path=[str(path) for path in (*include_dirs, *cuda_include_dirs())],
+        include_path=[*map(str, include_dirs), CUDA_HEADERS],
         define_macro=[(name, str(value)) for name, value in constants] or None,
         ptxas_options="-v",
     )

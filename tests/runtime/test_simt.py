@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -213,24 +214,6 @@ def test_atomics_add_up_across_blocks_and_count_once_each():
 
 
 # ---- types ------------------------------------------------------------------------------
-
-
-def test_half_and_bfloat16_come_from_cudas_own_headers():
-    x = np.array([1.0, 1.00390625, -2.5, 65504.0, 3e38], np.float32)
-    half, brain = np.zeros(5, np.float16), np.zeros(5, np.uint16)
-    text = """
-    #include <cuda_fp16.h>
-    #include <cuda_bf16.h>
-    extern "C" __global__ void convert(const float* x, __half* half, unsigned short* brain) {
-        half[threadIdx.x] = __float2half(x[threadIdx.x]);
-        brain[threadIdx.x] = __bfloat16_as_ushort(__float2bfloat16(x[threadIdx.x]));
-    }"""
-    run(text, "convert", block=5, x=x, half=half, brain=brain)
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(half, x.astype(np.float16))
-    bits = x.view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # to nearest, ties to even
-    np.testing.assert_array_equal(brain, rounded.astype(np.uint16))
 
 
 def test_a_float4_is_one_access_of_sixteen_bytes():
@@ -653,6 +636,18 @@ def test_a_function_that_is_nowhere_defined_is_named():
         build.build_kernels("test.cu", text, ["f"], [], {}, True)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "/x.so: undefined symbol: _Z5laterPi",
+        "dlopen(/x.so, 0x0006): symbol not found in flat namespace '__Z5laterPi'",  # of macOS
+    ],
+)
+def test_the_loaders_message_names_the_function_that_is_missing(message):
+    error = build._kernels_not_loaded("test.cu", OSError(message))
+    assert str(error).splitlines()[-1] == "test.cu: error: later is declared and used, but nowhere defined"
+
+
 def test_a_compile_error_shows_the_line_of_the_kernel_file():
     with pytest.raises(build.SimtCompileError, match=r"test\.cu:3:\d+: error: .*nonsense"):
         run('\nextern "C" __global__ void broken(int* out) { out[0] = nonsense; }', "broken", out=ints(1))
@@ -778,6 +773,11 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch, found_anew):
         build.compiler()
 
 
+def test_options_of_the_compiler_stand_behind_its_name(monkeypatch, found_anew):
+    monkeypatch.setenv("CXX", "g++ -DNAME='two words'")
+    assert build.compiler() == (shutil.which("g++"), "-DNAME=two words")
+
+
 def test_the_compiler_of_pypi_serves_where_no_other_is(monkeypatch, found_anew, tmp_path):
     """Only there: not in place of g++, nor of a compiler that $CXX names."""
     monkeypatch.delenv("CXX", raising=False)
@@ -791,6 +791,36 @@ def test_the_compiler_of_pypi_serves_where_no_other_is(monkeypatch, found_anew, 
     monkeypatch.setenv("CXX", "g++")
     with pytest.raises(build.SimtUnavailable):
         build.compiler()
+
+
+def test_a_compiler_that_does_not_know_the_processor_is_asked_for_none(monkeypatch):
+    def called(*arguments):
+        if arguments[0] in known:
+            return processes.run(["echo", *arguments])
+        raise subprocess.CalledProcessError(1, arguments)
+
+    monkeypatch.setattr(build, "_called", called)
+    known = {"-mcpu=native", "-dM"}
+    assert build._native.__wrapped__() == (("-mcpu=native",), f"-mcpu=native -dM -E -x c++ {os.devnull}\n")
+    known = {"-dM"}
+    assert build._native.__wrapped__() == ((), f"-dM -E -x c++ {os.devnull}\n")
+
+
+def test_macos_links_by_its_own_flags(monkeypatch, tmp_path):
+    """Only the commands: no Mac has run them."""
+    commands = []
+
+    def run(*arguments):
+        commands.append(arguments)
+        Path(arguments[arguments.index("-o") + 1]).touch()
+
+    monkeypatch.setenv("MOEBLAZE_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_run", run)
+    monkeypatch.setattr(build, "_defines", {"__APPLE__": True, "__clang__": True}.__getitem__)
+    build.compile_kernels("test.cu", "", [], [], {})
+    *_, (output, built, *rest) = commands
+    assert output == "-o" and built.suffix == ".so"
+    assert tuple(rest[1:]) == build.MACOS_LINK_FLAGS
 
 
 def test_a_compiler_may_be_a_command_of_several_words(tmp_path):

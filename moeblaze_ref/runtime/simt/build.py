@@ -10,10 +10,12 @@ import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from moeblaze_ref.runtime.simt import cache
@@ -21,17 +23,22 @@ from moeblaze_ref.runtime.simt.cache import SimtUnavailable
 
 SIMT_DIR = Path(__file__).parent
 PRELUDE = '#include "simt.hpp"\n#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n'
-COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+# A char has a sign in CUDA on x86-64, and here on every processor.
+COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-fsigned-char", "-U_FORTIFY_SOURCE")
 # Apart from compiling: with the sanitizer's flag, libtsan would come along. A file's own memcpy goes before libc's.
 # What no kernel uses goes, so that the static shared memory that is left is that of the kernels.
 LINK_FLAGS = ("-shared", "-Wl,-Bsymbolic", "-Wl,--gc-sections")
+# On macOS names of the runtime are looked up when the file is loaded only if the linker is told so.
+MACOS_LINK_FLAGS = ("-shared", "-Wl,-undefined,dynamic_lookup", "-Wl,-dead_strip")
 RUNTIME_LIBRARIES = ("-pthread",)
 # The runtime has loaded those of C++, which to read takes most of a link. libm has several versions of one function.
 KERNEL_LIBRARIES = ("-nodefaultlibs", "-lm")
+MACOS_KERNEL_LIBRARIES = ()  # libm is a part of the system's library
 # Names stay inside their file: a kernel may be called read, and two files may hold the same template.
 KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffunction-sections", "-fdata-sections")
-# A loop that does nothing and never ends hangs a GPU: the compiler may not take it for one that ends.
-INSTRUMENTED_FLAGS = ("-O2", "-fsanitize=thread", "-fno-tree-vectorize", "-fno-finite-loops")
+# A loop that does nothing and never ends hangs a GPU: the compiler may not take it for one that ends. No processor
+# rounds otherwise than another.
+INSTRUMENTED_FLAGS = ("-O2", "-fsanitize=thread", "-fno-tree-vectorize", "-fno-finite-loops", "-ffp-contract=off")
 # What each compiler calls by its own name. g++ without SRA makes a float4 one 16-byte access, as on a GPU; without
 # sinking it reads where the text does, not behind the bounds check that comes too late.
 GCC_KERNEL_FLAGS = ("-fno-gnu-unique",)
@@ -45,8 +52,10 @@ CLANG_INSTRUMENTED_FLAGS = (
 )
 # Which line an instruction is of; the instructions stay the same. binutils misreads files of DWARF 5.
 LINE_FLAGS = ("-g1", "-gdwarf-4")
-PLAIN_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
-RUNTIME_FLAGS = ("-O2", "-march=native", "-ffp-contract=off")  # no processor rounds otherwise than another
+# With what the compiler calls this machine's processor.
+PLAIN_FLAGS = ("-O3", "-ffp-contract=fast")
+RUNTIME_FLAGS = ("-O2", "-ffp-contract=off")
+NATIVE_FLAGS = ("-march=native", "-mcpu=native")
 
 
 class SimtCompileError(RuntimeError):
@@ -55,57 +64,59 @@ class SimtCompileError(RuntimeError):
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler: $CXX, else g++, else Clang as the package ziglang has it.
+    """The command of the C++ compiler: $CXX with its options, else g++, else Clang as the package ziglang has it.
 
     Raises
     ------
     SimtUnavailable
         If $CXX names a program that is not there, or there is none of the others.
     """
-    named = os.environ.get("CXX")
-    if path := shutil.which(named or "g++"):
-        return (path,)
+    named = shlex.split(os.environ.get("CXX", ""))
+    program, *options = named or ["g++"]
+    if path := shutil.which(program):
+        return (path, *options)
     if not named and importlib.util.find_spec("ziglang"):
         return (sys.executable, "-m", "ziglang", "c++")
     raise SimtUnavailable(
-        f"the SIMT executor compiles kernels with {named or 'g++'}, "
+        f"the SIMT executor compiles kernels with {program}, "
         "which is not on the PATH; install g++, or pip install ziglang"
     )
 
 
 @functools.cache
-def cuda_include_dirs() -> tuple[Path, ...]:
-    """Folders of CUDA's own headers (half, bfloat16, vector types), from pip or from a toolkit."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [Path(root) / "cu13" for root in (spec and spec.submodule_search_locations) or ()]
-    roots += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    roots.append(Path("/usr/local/cuda"))
-    for root in roots:
-        if (root / "include" / "vector_types.h").exists() and (root / "include" / "crt").exists():
-            return (root / "include", root / "include" / "cccl")
-    raise SimtUnavailable(
-        "the SIMT executor needs CUDA's headers; pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl"
-    )
+def _native() -> tuple[tuple[str, ...], str]:
+    """The flag for this machine's processor, none if the compiler knows none; and its macros with that flag."""
+    for flag in NATIVE_FLAGS:
+        with suppress(subprocess.CalledProcessError):
+            return (flag,), _macros(flag)
+    return (), _macros()
 
 
-@functools.cache
-def _version() -> str:
-    """What the compiler says of itself."""
-    return _called("--version").stdout
+def _macros(*flags: str) -> str:
+    return _called(*flags, "-dM", "-E", "-x", "c++", os.devnull).stdout
 
 
 @functools.cache
 def _toolchain() -> str:
-    """What else decides the result: the compiler, the machine that -march=native means, and CUDA's headers."""
-    native = _called("-march=native", "-dM", "-E", "-x", "c++", os.devnull).stdout
-    headers = sorted(f"{path.name} {path.stat().st_size}" for path in cuda_include_dirs()[0].rglob("*.h*"))
-    return "\n".join([_version(), native, *headers])
+    """What else decides the result: the compiler, and the processor that it takes this machine's for."""
+    flags, macros = _native()
+    return "\n".join([_called("--version").stdout, *flags, macros])
 
 
 @functools.cache
+def _defines(macro: str) -> bool:
+    """Whether the compiler defines a macro by itself."""
+    return f"#define {macro} " in _native()[1]
+
+
 def is_clang() -> bool:
     """Whether the compiler is Clang, whose own names some flags have."""
-    return "clang" in _version()
+    return _defines("__clang__")
+
+
+def _for_macos() -> bool:
+    """Whether the compiler builds for macOS, which links in another way than Linux."""
+    return _defines("__APPLE__")
 
 
 def _key(flags: tuple[str, ...], text: str, depends_on: list[Path]) -> str:
@@ -129,7 +140,7 @@ def _compile(
     ``options`` says where headers are, and is asked only if there is something to compile: what lies there decides, and
     not where it lies.
     """
-    link_flags = (*LINK_FLAGS, *libraries)
+    link_flags = (*(MACOS_LINK_FLAGS if _for_macos() else LINK_FLAGS), *libraries)
 
     def make(built: Path) -> None:
         source, object_file = built.with_name("driver.cpp"), built.with_name("driver.o")
@@ -179,14 +190,18 @@ def _own_headers() -> list[Path]:
     return [*SIMT_DIR.glob("*.hpp"), *(SIMT_DIR / "include").glob("*.h*")]
 
 
+def compile_runtime() -> Path:
+    """Compile the runtime, for whatever machine the compiler builds for."""
+    text = (SIMT_DIR / "runtime.cpp").read_text()
+    folders = [f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}"]
+    flags = (*COMMON_FLAGS, *RUNTIME_FLAGS, *_native()[0])
+    return _compile(text, flags, RUNTIME_LIBRARIES, lambda: folders, _own_headers())
+
+
 @functools.cache
 def runtime_library() -> ctypes.CDLL:
     """The loaded runtime; its symbols are global, so that kernel files find them."""
-    text = (SIMT_DIR / "runtime.cpp").read_text()
-    folders = [f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}"]
-    flags = (*COMMON_FLAGS, *RUNTIME_FLAGS)
-    build = functools.partial(_compile, text, flags, RUNTIME_LIBRARIES, lambda: folders, _own_headers())
-    library = _loaded(build, _not_loaded, ctypes.RTLD_GLOBAL)
+    library = _loaded(compile_runtime, _not_loaded, ctypes.RTLD_GLOBAL)
     library.simt_static_shared_bytes.restype = ctypes.c_uint64
     return library
 
@@ -221,7 +236,30 @@ def build_kernels(
     instrumented: bool = True,
     lines: bool = False,
 ) -> ctypes.CDLL:
-    """Compile and load the text of a .cu file.
+    """Compile and load the text of a .cu file; arguments as of `compile_kernels`.
+
+    Raises
+    ------
+    SimtUnavailable
+        If there is no compiler, or the system does not load what was built.
+    SimtCompileError
+        If the compiler refuses the source, or it uses a function that nothing defines.
+    """
+    runtime_library()
+    build = functools.partial(compile_kernels, file, source, kernels, include_dirs, constants, instrumented, lines)
+    return _loaded(build, functools.partial(_kernels_not_loaded, file))
+
+
+def compile_kernels(
+    file: str,
+    source: str,
+    kernels: list[str],
+    include_dirs: list[Path],
+    constants: dict[str, object],
+    instrumented: bool = True,
+    lines: bool = False,
+) -> Path:
+    """Compile the text of a .cu file, for whatever machine the compiler builds for.
 
     Parameters
     ----------
@@ -241,17 +279,16 @@ def build_kernels(
     Raises
     ------
     SimtUnavailable
-        If g++ or CUDA's headers are missing, or the system does not load what was built.
+        If there is no compiler.
     SimtCompileError
-        If g++ refuses the source, or it uses a function that nothing defines.
+        If the compiler refuses the source.
     """
-    runtime_library()
     entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
     own_text = f'#line 1 "{file}"\n{source}\n'
     flags = (*COMMON_FLAGS, *_kernel_flags(instrumented))
     defined = tuple(f"-D{name}={value}" for name, value in sorted(constants.items()))
     own = [SIMT_DIR / "include", *include_dirs]
-    folders = [f"-I{path}" for path in own] + [f"-isystem{path}" for path in cuda_include_dirs()]
+    folders = [f"-I{path}" for path in own]
     folders += [f"-fmacro-prefix-map={path}/=" for path in own]  # messages name a header, not where it lies
     if lines:
         flags += (*LINE_FLAGS, *folders)  # a line is of a file in its folder
@@ -263,21 +300,19 @@ def build_kernels(
     headers += _own_headers()
 
     def compiled(text: str) -> Path:
-        return _compile(text, flags + defined, KERNEL_LIBRARIES, options, headers)
+        libraries = MACOS_KERNEL_LIBRARIES if _for_macos() else KERNEL_LIBRARIES
+        return _compile(text, flags + defined, libraries, options, headers)
 
-    def build() -> Path:
-        try:
-            return compiled(own_text + entries)
-        except SimtCompileError:
-            compiled(own_text)  # says the same, of the file's lines
-            raise
-
-    return _loaded(build, functools.partial(_kernels_not_loaded, file))
+    try:
+        return compiled(own_text + entries)
+    except SimtCompileError:
+        compiled(own_text)  # says the same, of the file's lines
+        raise
 
 
 def _kernels_not_loaded(file: str, error: OSError) -> Exception:
     """Return the error for a kernel file that does not load; an undefined name is the kernel's own mistake."""
-    found = re.search(r"undefined symbol: (?:_Z(\d+))?(\w+)", str(error))
+    found = re.search(r"(?:undefined symbol: |symbol not found in flat namespace '_)(?:_Z(\d+))?(\w+)", str(error))
     if not found:
         return _not_loaded(error)
     length, name = found.groups()
@@ -293,7 +328,7 @@ def _kernel_flags(instrumented: bool) -> tuple[str, ...]:
         counted += CLANG_INSTRUMENTED_FLAGS
     else:
         kernel, counted = kernel + GCC_KERNEL_FLAGS, counted + GCC_INSTRUMENTED_FLAGS
-    return kernel + (counted if instrumented else PLAIN_FLAGS)
+    return kernel + (counted if instrumented else PLAIN_FLAGS + _native()[0])
 
 
 def entry(built: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:

@@ -13,7 +13,8 @@
 
 #include "range.hpp"
 
-// Keeps the place where the caller is in *from, and goes on at the place `to`.
+// Keeps the place where the caller is in *from, and goes on at the place `to`. Its name has no underscore in front, on
+// macOS either, where a compiler would add one.
 extern "C" void simt_switch(uint64_t** from, uint64_t* to) asm("simt_switch");
 
 #if defined(__x86_64__)

@@ -4,10 +4,10 @@
 #pragma once
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstdint>
 #include <cstring>
 
+#include "narrow_floats.h"
 #include "simt_abi.h"
 
 // The 128-byte swizzle: which 16 bytes of a row of 128 are meant depends on the row, of eight.
@@ -99,20 +99,12 @@ class Operand {
     bool along_rows_;
 };
 
-inline float to_float(uint16_t bits, bool bfloat16) {
-    if (bfloat16) return std::bit_cast<float>(uint32_t(bits) << 16);
-    const uint32_t magnitude = uint32_t(bits & 0x7fff) << 13, sign = uint32_t(bits & 0x8000) << 16;
-    const bool finite = (bits & 0x7c00) != 0x7c00;
-    const float value = std::bit_cast<float>(finite ? magnitude : magnitude | 0x7f800000) * (finite ? 0x1p112f : 1.0f);
-    return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
-}
-
 inline std::array<float, 8> to_floats(const uint16_t* bits, bool bfloat16) {
     std::array<float, 8> floats;
     if (bfloat16)
-        for (unsigned j = 0; j < 8; ++j) floats[j] = to_float(bits[j], true);
+        for (unsigned j = 0; j < 8; ++j) floats[j] = simt_bfloat16_to_float(bits[j]);
     else
-        for (unsigned j = 0; j < 8; ++j) floats[j] = to_float(bits[j], false);
+        for (unsigned j = 0; j < 8; ++j) floats[j] = simt_half_to_float(bits[j]);
     return floats;
 }
 

@@ -10,7 +10,6 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
-#include <link.h>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,62 +18,14 @@
 
 #include "fiber.hpp"
 #include "hopper.hpp"
+#include "kernel_file.hpp"
 #include "shared_memory.hpp"
 #include "simt_abi.h"
 #include "traffic.hpp"
 
-extern "C" void* __tls_get_addr(void*);  // of the loader
-
 namespace {
 
 constexpr unsigned WARP = 32;
-
-// A loaded kernel file: its code and constants, and its static shared memory, which is the
-// thread_local storage that every operating-system thread has of it.
-struct KernelFile {
-    Range image;
-    uint64_t shared_bytes = 0;
-
-    explicit KernelFile(SimtEntry entry) : entry_(entry) {
-        dl_iterate_phdr(
-            [](dl_phdr_info* info, size_t, void* self) {
-                static_cast<KernelFile*>(self)->note(*info);
-                return 0;
-            },
-            this);
-    }
-
-    // That of the calling thread, which the loader makes when it is first asked for.
-    Range static_shared() const {
-        struct {
-            unsigned long module, offset;
-        } place = {module_, 0};
-        return shared_bytes ? Range{uint64_t(__tls_get_addr(&place)), shared_bytes} : Range{};
-    }
-
-  private:
-    void note(const dl_phdr_info& info) {
-        Range found;
-        uint64_t storage = 0;
-        bool is_kernel_file = false;
-        for (int i = 0; i < info.dlpi_phnum; ++i) {
-            const auto& segment = info.dlpi_phdr[i];
-            if (segment.p_type == PT_TLS) storage = segment.p_memsz;
-            if (segment.p_type != PT_LOAD) continue;
-            const uint64_t begin = info.dlpi_addr + segment.p_vaddr;
-            if (!found.begin) found.begin = begin;
-            found.bytes = begin + segment.p_memsz - found.begin;
-            is_kernel_file |= Range{begin, segment.p_memsz}.holds(uint64_t(entry_), 1);
-        }
-        if (!is_kernel_file) return;
-        image = found;
-        shared_bytes = storage;
-        module_ = info.dlpi_tls_modid;
-    }
-
-    SimtEntry entry_;
-    unsigned long module_ = 0;
-};
 
 enum class State { READY, AT_BARRIER, AT_WARP, AT_MBARRIER, EXITED };
 

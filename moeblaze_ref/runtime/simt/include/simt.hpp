@@ -3,7 +3,6 @@
 // A CUDA thread is a fiber, a block runs on one operating-system thread, and static shared
 // memory is that thread's thread_local storage. Warps have 32 lanes.
 #pragma once
-#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdio>
@@ -11,22 +10,11 @@
 #include <type_traits>
 #include <utility>
 
-#include <vector_functions.h>
-#include <vector_types.h>
-
 #include "simt_abi.h"
+#include "vector_types.h"
 
 #define MOEBLAZE_SIMT 1
 
-#undef __global__
-#undef __device__
-#undef __host__
-#undef __shared__
-#undef __constant__
-#undef __launch_bounds__
-#undef __forceinline__
-#undef __grid_constant__
-#undef __align__
 #define __global__ __attribute__((noinline, used))
 #define __device__
 #define __host__
@@ -239,8 +227,14 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-using std::max;
-using std::min;
+template <class T>
+constexpr const T& max(const T& a, const T& b) {
+    return a < b ? b : a;
+}
+template <class T>
+constexpr const T& min(const T& a, const T& b) {
+    return b < a ? b : a;
+}
 
 // ---- atomics -----------------------------------------------------------------------------
 
