@@ -132,7 +132,8 @@ def recorded_fates(
 ) -> Figure:
     """`fates_picture` of one layer of one of `recordings`, scaled to L tokens and made `steeper`."""
     one = recordings()[recording]
-    return fates_picture(steeper(one.counts[layer_number], skew, L, one.k), capacity_factor, block)
+    counts = steeper(one.counts[layer_number], skew, L, one.k).tolist()
+    return fates_picture(counts, capacity_factor, block)
 
 
 def _fates(axes, rows: Rows, name):
