@@ -3,8 +3,8 @@
 #
 #   scripts/simt_elsewhere.sh FOLDER [WAY...]
 #
-# ways: clang (clang++ with libc++), arm (aarch64 under qemu-user), macos (Mach-O for aarch64 and x86-64: compiled and
-# linked, run nowhere); without any, all three. FOLDER gets caches and downloads, some 400 MB. PYTHON names the Python
+# ways: clang (clang++ with libc++), arm (aarch64 under qemu-user), macos (Mach-O for aarch64: compiled and linked,
+# run nowhere); without any, all three. FOLDER gets caches and downloads, some 400 MB. PYTHON names the Python
 # that has the project's packages. It needs these of Debian's packages:
 #
 #   clang libc++-dev libc++abi-dev      g++-aarch64-linux-gnu qemu-user mmdebstrap
@@ -47,10 +47,8 @@ arm() {
 macos() {
     "$PYTHON" -m venv "$folder/zig"
     "$folder/zig/bin/pip" install --quiet ziglang==0.17.1
-    for target in aarch64-macos x86_64-macos; do
-        CXX="$folder/zig/bin/python -m ziglang c++ -target $target" MOEBLAZE_CACHE="$folder/$target" \
-            "$PYTHON" scripts/simt_builds.py
-    done
+    export CXX="$folder/zig/bin/python -m ziglang c++ -target aarch64-macos" MOEBLAZE_CACHE="$folder/macos"
+    "$PYTHON" scripts/simt_builds.py
 }
 
 [ $# -gt 0 ] || set -- clang arm macos
