@@ -643,7 +643,7 @@ def test_a_function_that_is_nowhere_defined_is_named():
         "dlopen(/x.so, 0x0006): symbol not found in flat namespace '__Z5laterPi'",  # of macOS
     ],
 )
-def test_the_loaders_message_names_the_function_that_is_missing(message):
+def test_the_message_at_loading_names_the_function_that_is_missing(message):
     error = build._kernels_not_loaded("test.cu", OSError(message))
     assert str(error).splitlines()[-1] == "test.cu: error: later is declared and used, but nowhere defined"
 
@@ -816,7 +816,7 @@ def test_macos_links_by_its_own_flags(monkeypatch, tmp_path):
 
     monkeypatch.setenv("MOEBLAZE_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "_run", run)
-    monkeypatch.setattr(build, "_defines", {"__APPLE__": True, "__clang__": True}.__getitem__)
+    monkeypatch.setattr(build, "_defines", {"__APPLE__": True, "__clang__": True, "__aarch64__": True}.__getitem__)
     build.compile_kernels("test.cu", "", [], [], {})
     *_, (output, built, *rest) = commands
     assert output == "-o" and built.suffix == ".so"

@@ -50,6 +50,8 @@ CLANG_INSTRUMENTED_FLAGS = (
     *("-mllvm", "-tsan-instrument-read-before-write=1"),
     *("-mllvm", "-tsan-instrument-atomics=0"),
 )
+# An atomic would be a call of the compiler's own library, which is not linked.
+AARCH64_KERNEL_FLAGS = ("-mno-outline-atomics",)
 # Which line an instruction is of; the instructions stay the same. binutils misreads files of DWARF 5.
 LINE_FLAGS = ("-g1", "-gdwarf-4")
 # With what the compiler calls this machine's processor.
@@ -328,6 +330,8 @@ def _kernel_flags(instrumented: bool) -> tuple[str, ...]:
         counted += CLANG_INSTRUMENTED_FLAGS
     else:
         kernel, counted = kernel + GCC_KERNEL_FLAGS, counted + GCC_INSTRUMENTED_FLAGS
+    if _defines("__aarch64__"):
+        kernel += AARCH64_KERNEL_FLAGS
     return kernel + (counted if instrumented else PLAIN_FLAGS + _native()[0])
 
 

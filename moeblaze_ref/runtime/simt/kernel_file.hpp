@@ -95,7 +95,7 @@ struct KernelFile {
     // What compiled code calls to find a thread_local variable.
     struct Variable {
         void* (*address)(Variable*);
-        uint64_t of_the_loader[2];
+        uint64_t place[2];  // in a form of the system
     };
 
     // Segments have addresses from that of the header on.

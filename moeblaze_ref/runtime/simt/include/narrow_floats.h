@@ -27,7 +27,7 @@ SIMT_INSTRUCTION inline float simt_half_to_float(uint16_t bits) {
     const uint32_t magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
     if (magnitude > SIMT_HALF_INFINITY) return std::bit_cast<float>(SIMT_FLOAT_NAN);
     if (magnitude == SIMT_HALF_INFINITY) return std::bit_cast<float>(SIMT_FLOAT_INFINITY | sign);
-    return std::bit_cast<float>(magnitude << 13 | sign) * 0x1p112f;  // the biases of the exponents are 112 apart
+    return std::bit_cast<float>(magnitude << 13 | sign) * 0x1p112f;  // the biases of the exponents differ by 112
 }
 
 SIMT_INSTRUCTION inline uint16_t simt_float_to_half(float value) {
