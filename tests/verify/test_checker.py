@@ -1030,7 +1030,7 @@ def test_the_command_checks(mine):
     assert over.exit_code == 1 and not report["ok"]
     names = "ok", "task", "kernel", "backend", "dtype", "launch", "quantities", "results", "counted_by"
     assert report.keys() == {*names, "refused", "unchecked"} and "can forge these numbers" in report["counted_by"]
-    assert report["results"][0].keys() == {"case", "problem", "difference", "counts"}
+    assert report["results"][0].keys() == {"case", "problem", "difference", "counts", "missed"}
 
 
 def test_the_command_checks_a_python_file_and_records(tmp_path, written):

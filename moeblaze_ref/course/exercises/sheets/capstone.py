@@ -6,15 +6,15 @@ from moeblaze_ref.verify.cases import Case, make_case, standard_cases, telling_c
 KERNEL = """\
 // Yours to change: the sizes of a block's result, and the launch that the table states.
 //
-// kernel     grid                                            block    shared bytes
+// kernel     grid                                block    shared bytes
 // expert_up  R / {rows} + min(E, R), ceil(h / {columns})  THREADS  0
 #include "expert_rows.cuh"
 #include "hidden.cuh"
 
 constexpr int THREADS = 256;
-constexpr int ROWS = {rows};        // of a block's result
+constexpr int ROWS = {rows};  // of a block's result
 constexpr int COLUMNS = {columns};
-constexpr int CORNER = {corner};    // rows and columns of a thread's part of it
+constexpr int CORNER = {corner};  // rows and columns of a thread's part of it
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     expert_up(const float* x, const float* w1, const float* w2, const int* expert_token_indices,
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float* const w1_expert = w1 + (long long)tile.expert * d * h;  // (d, h)
     const float* const w2_expert = w2 + (long long)tile.expert * d * h;
     const int first_column = blockIdx.y * COLUMNS;
-    const int row = threadIdx.x / (COLUMNS / CORNER) * CORNER;     // the thread's first, in the block's result
+    const int row = threadIdx.x / (COLUMNS / CORNER) * CORNER;  // the thread's first, in the block's result
     const int column = threadIdx.x % (COLUMNS / CORNER) * CORNER;
     float a_sums[CORNER][CORNER] = {{}}, b_sums[CORNER][CORNER] = {{}};
 {product}
@@ -56,7 +56,7 @@ FROM_GLOBAL_MEMORY = """\
 FROM_SHARED_MEMORY = """\
     constexpr int DEPTH = 16;  // of d in shared memory at a time
     __shared__ int tokens[ROWS];
-    __shared__ float x_tile[DEPTH][ROWS + 1], w1_tile[DEPTH][COLUMNS], w2_tile[DEPTH][COLUMNS];
+    __shared__ float x_tile[DEPTH][ROWS + 4], w1_tile[DEPTH][COLUMNS], w2_tile[DEPTH][COLUMNS];  // 4: other banks
     if (threadIdx.x < tile.rows) tokens[threadIdx.x] = expert_token_indices[tile.first + threadIdx.x];
     __syncthreads();
     for (int first = 0; first < d; first += DEPTH) {
@@ -163,6 +163,8 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         why="""An element of `x` is read once for every block that its row meets, one of `w1` once for every tile of its
             expert's rows. Doubling both sides of the tile halves both. Each thread then holds 128 sums in registers.
-            Larger tiles need more threads, or tensor cores, which the later versions of the kernel use.""",
+            Larger tiles need more threads, or tensor cores, which the later versions of the kernel use. Fewer bytes
+            need not be less time: with so many registers a block, fewer blocks run at once. Measure both on your
+            GPU.""",
     ),
 )
