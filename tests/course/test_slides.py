@@ -77,7 +77,7 @@ def test_paragraphs_are_shown_by_their_first_sentence_and_noted_whole():
 
 def test_questions_get_a_slide_and_their_answers_are_notes():
     folded = "<details>\n<summary><b>Question.</b> Why <code>k</code>?</summary>\n\nBecause *so*.\n\n</details>"
-    text, asked = shown_of(cell("Text."), cell(folded))
+    text, asked = shown_of(cell(f"## A heading\n\nText.\n\n{folded}"))
     assert "Why <code>k</code>?" in asked.shown[0] and "Because" not in asked.shown[0]
     assert "Because <em>so</em>." in asked.notes[0] and text.shown == ["<p>Text.</p>\n"]
 
@@ -94,6 +94,7 @@ def test_a_picture_ends_a_slide_and_leaves_one_with_a_table():
 def test_a_table_that_is_too_long_goes_with_what_announces_it():
     long = {"text/markdown": "| a |\n|---|\n" + "| 1 |\n" * 40}
     assert [one.shown for one in shown_of(cell("Text.\n\nA table:"), cell("", long))] == [["<p>Text.</p>\n"]]
+    assert len(shown_of(cell("", {"image/png": "AAAA"}), cell("", long))) == 1, "a picture before it stays"
 
 
 def test_long_code_and_words_on_sliders_are_left_out():

@@ -71,10 +71,10 @@ def slides_of(part: Part, cells: Iterable[NotebookNode]) -> list[Slide]:
         if cell.cell_type == "code":
             for output in cell.outputs:
                 _add_output(slides, output)
-        elif asked := _FOLDED.findall(cell.source):
-            slides.append(Slide(part, *_questions(asked), full=True))
         else:
-            _add_text(slides, cell.source)
+            _add_text(slides, _FOLDED.sub("", cell.source))
+            if asked := _FOLDED.findall(cell.source):
+                slides.append(Slide(part, *_questions(asked), full=True))
     return _joined(slide for slide in slides if slide.shown)
 
 
@@ -99,7 +99,7 @@ def _last(slides: list[Slide]) -> Slide:
 
 
 def _add_text(slides: list[Slide], source: str) -> None:
-    for block in re.split(r"\n\s*\n(?! )", _HEADING.sub("", source).strip()):
+    for block in filter(None, re.split(r"\n\s*\n(?! )", _HEADING.sub("", source).strip())):
         slide = _last(slides)
         whole = _WHOLE.match(block) and not block.startswith("**")
         slide.shown.append(rendered(block if whole else _sentences(block)[0]))
@@ -114,7 +114,8 @@ def _sentences(paragraph: str) -> list[str]:
 def _add_output(slides: list[Slide], output: NotebookNode) -> None:
     shown = _output(output)
     if shown is None:
-        if output.get("data", {}).get("text/markdown", "").startswith("|") and slides[-1].shown:
+        table = output.get("data", {}).get("text/markdown", "").startswith("|")
+        if table and slides[-1].shown and not slides[-1].full:
             slides[-1].shown.pop()  # what announces the table
         return
     slide, picture = _last(slides), shown.startswith("<img")
