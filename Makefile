@@ -112,8 +112,9 @@ bench: $(STAMP) ## Measure every table of benchmarks in docs/, on a GPU
 	$(BENCH) ladder --record build/ladder.json
 	$(BENCH) counters --record build/counters.json
 
-# The tables and the pictures of the documents, from docs/results; then the site, in build/site.
-docs: $(STAMP) ## Write the generated pages, and the site in build/site
+# The tables and the pictures of the documents, from docs/results; then the site, in build/site. The pictures of its
+# controls come from the notebooks' functions, some of which compile kernels for the CPU.
+docs: machine-for-notebooks $(STAMP) ## Write the generated pages, and the site in build/site
 	$(BIN)/python -m moeblaze_ref.bench.document
 	$(BIN)/python -m moeblaze_ref.lm.document
 	$(BIN)/python -m moeblaze_ref.placement.document
