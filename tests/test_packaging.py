@@ -375,12 +375,13 @@ def source_files(folder):
     return {path.as_posix() for path in paths if "__pycache__" not in path.parts}
 
 
-def test_the_wheel_is_the_package_and_its_kernels_and_nothing_else(wheel):
+def test_the_wheel_is_the_package_its_kernels_and_notebooks_and_nothing_else(wheel):
     package = {f"moeblaze_ref/{path}" for path in source_files("moeblaze_ref")}
     kernels = {f"moeblaze_ref/kernels_cuda/{path}" for path in source_files("kernels_cuda")}
     assert any(path.endswith(".cu") for path in kernels) and any(path.endswith(".hpp") for path in package)
     members = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert members == package | kernels
+    notebooks = {f"moeblaze_ref/notebooks/{path}" for path in source_files("notebooks") if path.endswith(".ipynb")}
+    assert members == package | kernels | notebooks
 
 
 @pytest.fixture(scope="module")

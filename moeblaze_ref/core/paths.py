@@ -13,7 +13,7 @@ def kernels_dir() -> Path:
 
 
 def notebooks_dir() -> Path:
-    """Return the folder of the notebooks: beside the package in a checkout, inside it in a wheel that has them."""
+    """Return the folder of the notebooks: beside the package in a checkout, inside it in a wheel."""
     return _packaged("notebooks")
 
 

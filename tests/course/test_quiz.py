@@ -9,6 +9,7 @@ from readability import findings
 from test_cli import moeblaze
 
 from moeblaze_ref.core.paths import ROOT
+from moeblaze_ref.course.exercises.sheets import SHEETS
 from moeblaze_ref.course.notebook.markdown import cell_text
 from moeblaze_ref.course.teaching import quiz
 from moeblaze_ref.course.teaching.quiz import Choice, Number
@@ -42,7 +43,7 @@ BY_HAND = {
 
 def test_there_are_forty_questions_with_names_of_their_own():
     assert len(QUESTIONS) == len(quiz.questions()) == 40
-    assert {question.notebook for question in QUESTIONS.values()} == quiz.TITLES.keys() - {"papers_errors"}
+    assert {question.notebook for question in QUESTIONS.values()} == {sheet.course for sheet in SHEETS if sheet.number is not None}
 
 
 @pytest.mark.parametrize("question", NUMBERS, ids=lambda question: question.name)
