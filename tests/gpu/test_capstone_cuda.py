@@ -1,6 +1,6 @@
 """The capstone's reference solutions on a GPU: right, and faster where threads share tiles.
 
-Gold asks for fewer bytes than silver, but its blocks need more registers: which of the two is faster depends on the GPU.
+Gold asks for fewer bytes than silver, but its blocks need more registers: which one is faster depends on the GPU.
 """
 
 import statistics
