@@ -43,7 +43,8 @@ BY_HAND = {
 
 def test_there_are_forty_questions_with_names_of_their_own():
     assert len(QUESTIONS) == len(quiz.questions()) == 40
-    assert {question.notebook for question in QUESTIONS.values()} == {sheet.course for sheet in SHEETS if sheet.number is not None}
+    of_notebooks = {sheet.course for sheet in SHEETS if sheet.number is not None}
+    assert {question.notebook for question in QUESTIONS.values()} == of_notebooks
 
 
 @pytest.mark.parametrize("question", NUMBERS, ids=lambda question: question.name)

@@ -47,7 +47,8 @@ def test_the_outline_takes_the_minutes_that_the_path_gives_the_lecture():
 @pytest.mark.parametrize("part", [part for part in LECTURE if part.notebook], ids=lambda part: part.heading)
 def test_every_part_is_a_section_with_slides_that_its_notebook_has(part):
     text = (ROOT / "notebooks" / f"{part.notebook}.ipynb").read_text()
-    pictures = re.findall(r"image/png;base64,([^\"]{80})", "".join("".join(one.shown) for one in MADE if one.part == part))
+    shown = "".join("".join(one.shown) for one in MADE if one.part == part)
+    pictures = re.findall(r"image/png;base64,([^\"]{80})", shown)
     assert [one for one in MADE if one.part == part]
     assert all(picture in text.replace("\\n", "") for picture in pictures)
 
