@@ -68,7 +68,7 @@ def line_of(text, part):
 def test_it_opens_with_the_unsolved_kernel_and_hints_are_of_it():
     editor = exercises.edit("missing-barrier")
     assert (editor.text, editor.language, editor.limit) == (CUDA.unsolved, "c++", 120)
-    assert exercises.hint().data == exercises.hint("missing-barrier").data
+    assert any(hint in exercises.hint().data for hint in CUDA.hints)
     assert exercises.edit("combine").language == "python"
 
 

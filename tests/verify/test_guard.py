@@ -33,10 +33,8 @@ def combine_that(does, includes="", then=RIGHT):
 def check(text, limits=guard.Limits(120)):
     """What the checker says of a text."""
     file = "mine.cu" if "__global__" in text else "mine.py"
-    options = {"small": True} if file == "mine.cu" else {"small": True, "grid": "1", "block": "1"}
-    return in_subprocess._ask(
-        in_subprocess._server(), limits, in_subprocess._Question(f"{file}:mine", "combine", options, text)
-    )
+    options = {} if file == "mine.cu" else {"grid": "1", "block": "1"}
+    return in_subprocess.examine_text(file, text, "mine", "combine", limits, **options)
 
 
 # ---- what a text may not say ----------------------------------------------------------------------
@@ -399,7 +397,8 @@ in_subprocess._supervise = eval(system)
 context = in_subprocess._server() if context == "forkserver" else multiprocessing.get_context(context)
 try:
     question = in_subprocess._Question("mine.cu:mine", "combine", {"small": True}, text)
-    print(in_subprocess._ask(context, guard.Limits(600), question).report)
+    work = functools.partial(in_subprocess._examined, question)
+    print(in_subprocess._ask(context, guard.Limits(600), work).report)
 except OSError as error:
     print(f"{type(error).__name__}: {error}")
 print("asked by", os.getpid())
