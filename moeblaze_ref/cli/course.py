@@ -1,6 +1,9 @@
 """``moeblaze course``: what a reader has solved, and what a lecturer needs: grades, nbgrader's form, slides, a quiz."""
 
 import csv
+import functools
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -96,23 +99,24 @@ def grade(
     """Check every answer of every notebook in a confined process, and write a CSV."""
     from rich.table import Table
 
+    from moeblaze_ref.core import records
     from moeblaze_ref.core.units import GIB
     from moeblaze_ref.course.exercises import grading
     from moeblaze_ref.verify.guard import Limits
 
     limits = Limits(limit, resident_bytes=int(memory * GIB))
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(grading.Grade._fields)
+    begins = _begins_with(text.getvalue())
     with user_errors():
         found = grading.submissions(folder)
-        if out.exists() and not force:
-            raise ValueError(f"{out} is there already; --force replaces it")
+        records.check_writable(out, begins, force)
         if not allow_network and grading.open_network():
             raise ValueError(OPEN_NETWORK)
-    with user_errors():
         grades = [*grading.grade(folder, limits, jobs or grading.jobs_of(limits))]
-    with open(out, "w", newline="") as opened:
-        writer = csv.writer(opened)
-        writer.writerow(grading.Grade._fields)
         writer.writerows([*one[:-1], _as_text(one.message)] for one in grades)
+        records.replace(out, lambda part: part.write_text(text.getvalue(), newline=""), begins, force)
     table = Table("submission", *grading.VERDICTS)
     for name, counts in grading.totals(grades).items():
         table.add_row(name, *map(str, counts.values()))
@@ -133,23 +137,25 @@ def export(folder: Annotated[Path, typer.Argument(help="Folder of the course; it
 @course.command("slides")
 def slides_(out: Annotated[Path, typer.Argument(parser=file, help="HTML file to write.")], force: Force = False):
     """Write the slides of a lecture of two hours, made from the notebooks: one file that needs no network."""
+    from moeblaze_ref.core import records
     from moeblaze_ref.course.teaching import slides
 
+    begins = _begins_with(slides.FIRST_LINE)
     with user_errors():
+        records.check_writable(out, begins, force)
         made = list(slides.lecture())
-        _write(out, slides.page(made), force)
+        records.replace(out, lambda part: part.write_text(slides.page(made)), begins, force)
     print_text(f"{len(made)} slides: {out}")
 
 
-def _write(out: Path, text: str, force: bool):
-    """Write a text; without ``force``, a file that is there must begin with the same line."""
-    from moeblaze_ref.core import records
+def _begins_with(first: str) -> Callable[[Path], None]:
+    """The check that a file has the first line of those that a command writes."""
 
     def check(path: Path) -> None:
-        if not path.read_text().startswith(text.partition("\n")[0]):
-            raise ValueError(f"{path} is not written by this command")
+        if not path.read_text().startswith(first.strip()):
+            raise ValueError(f"its first line is not {first.strip()!r}")
 
-    records.replace(out, lambda part: part.write_text(text), check, force)
+    return check
 
 
 @course.command("quiz")
@@ -166,7 +172,10 @@ def quiz_(
         if out is None and answers is None:
             raise ValueError("nothing to write: name a file with --out, with --answers, or both")
         records.check_distinct({"--out": [out], "--answers": [answers]})
-        for path, text in ((out, quiz.sheet), (answers, quiz.key)):
-            if path:
-                _write(path, text(), force)
+        pages = [(out, quiz.TITLE, quiz.sheet), (answers, quiz.KEY_TITLE, quiz.key)]
+        wanted = [(path, _begins_with(title), page) for path, title, page in pages if path]
+        for path, begins, _ in wanted:
+            records.check_writable(path, begins, force)
+        for path, begins, page in wanted:
+            records.replace(path, functools.partial(Path.write_text, data=page()), begins, force)
     print_text(f"{len(quiz.questions())} questions: {', '.join(map(str, filter(None, (out, answers))))}")

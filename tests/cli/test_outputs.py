@@ -259,6 +259,31 @@ def of_demo(done):
     ]
 
 
+def of_grading(done):
+    return [
+        patch("moeblaze_ref.course.exercises.grading.submissions", lambda folder: []),
+        patch("moeblaze_ref.course.exercises.grading.open_network", lambda: False),
+        patch("moeblaze_ref.course.exercises.grading.grade", does(done, [])),
+    ]
+
+
+def of_slides(done):
+    return [patch("moeblaze_ref.course.teaching.slides.lecture", does(done, []))]
+
+
+def of_quiz(done):
+    return [patch("moeblaze_ref.course.teaching.quiz._asked", does(done, []))]
+
+
+def begins_with(first: str) -> Callable:
+    """What reads a file that begins with this."""
+
+    def load(path):
+        assert path.read_text().startswith(first)
+
+    return load
+
+
 def figure_of_loss():
     from moeblaze_ref.lm.plots import loss_curve
 
@@ -293,6 +318,9 @@ COMMANDS = {
         ("--trace", "t", "--map", "m", "--preset", "toy", "--tokens", "4", "--steps", "1", "--record"), provenance.load,
         of_several_gpus, run=on_several_gpus,
     ),
+    "course grade": Command(("course", "grade", "folder", "--out"), begins_with("submission,exercise,"), of_grading),
+    "course slides": Command(("course", "slides"), begins_with("<!DOCTYPE html><!-- slides"), of_slides),
+    "course quiz": Command(("course", "quiz", "--out"), begins_with("# Quiz: the Mixture"), of_quiz),
     "site.path": Command(
         ("path", "--record"), provenance.load, of_a_page(course_path, {"rows": [], "cores": 1}),
         run=run_main(course_path.main),

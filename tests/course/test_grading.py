@@ -210,7 +210,10 @@ def test_thirty_submissions_of_which_some_are_hostile(tmp_path):
     [
         (["nowhere", "--out", "x.csv"], "there is no folder nowhere"),
         (["empty", "--out", "x.csv"], "has no notebook"),
-        (["full", "--out", "there.csv"], "is there already; --force replaces it"),
+        (
+            ["full", "--out", "there.csv"],
+            "there.csv exists and is no file that this command writes: its first line is not",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_graded(arguments, message, tmp_path, monkeypatch):

@@ -118,7 +118,10 @@ def test_the_command_writes_either_or_both(tmp_path):
     [
         ((), "nothing to write: name a file with --out, with --answers, or both"),
         (("--out", "one.md", "--answers", "one.md"), "--out"),
-        (("--answers", "mine.md"), "mine.md is not written by this command"),
+        (
+            ("--answers", "mine.md"),
+            "mine.md exists and is no file that this command writes: its first line is not '# Quiz",
+        ),
     ],
 )
 def test_what_is_not_written(arguments, message, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from moeblaze_ref.course.notebook.outputs import NOTEBOOKS
 from moeblaze_ref.course.teaching.outline import LECTURE, Part
 
 TEMPLATE = Path(__file__).with_name("slides.html")
+FIRST_LINE = TEMPLATE.read_text().partition("\n")[0]
 MOST_LINES = 24  # of code, or of a table, on a slide
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _HEADING = re.compile(r"^#+ (?:\d+\. )?(.*)$", re.MULTILINE)
