@@ -1,6 +1,5 @@
 """`moeblaze lab`: a reader's copies of the notebooks, and JupyterLab over them."""
 
-import subprocess
 from unittest.mock import Mock, patch
 
 import pytest
@@ -15,7 +14,7 @@ NAMES = {path.relative_to(ROOT / "notebooks") for path in (ROOT / "notebooks").r
 @pytest.fixture
 def started():
     """What was run in place of JupyterLab."""
-    with patch.object(subprocess, "run", Mock(return_value=Mock(returncode=3))) as run:
+    with patch("subprocess.run", Mock(return_value=Mock(returncode=3))) as run:
         yield run
 
 

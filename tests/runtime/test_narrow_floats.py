@@ -1,11 +1,11 @@
 """The half, bfloat16 and vector types of the SIMT executor, which stand under the names of CUDA's headers."""
 
 import operator
-import subprocess
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import processes
 import pytest
 
 from moeblaze_ref.core.paths import kernels_dir
@@ -195,15 +195,17 @@ def test_vectors_have_the_sizes_and_alignments_of_cuda():
     np.testing.assert_array_equal(out.reshape(-1, 3), expected)
 
 
-def test_no_header_is_cudas_own():
+def test_no_header_is_cudas_own(tmp_path):
     """What the executor's prelude and the kernels' headers read lies in this project, or is the compiler's."""
     own = [build.SIMT_DIR / "include", kernels_dir() / "include"]
     names = ("cuda_bf16.h", "cuda_fp16.h", "cuda_runtime.h", "vector_functions.h", "vector_types.h")
     kernels = ("common.cuh", "scalar.cuh", "ptx.cuh")
     text = build.PRELUDE + "".join(f"#include <{name}>\n" for name in (*names, *kernels))
-    command = [*build.compiler(), "-std=c++20", *(f"-I{path}" for path in own), "-M", "-x", "c++", "-"]
-    told = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
-    read = [Path(word) for word in told.split() if word.endswith((".h", ".hpp", ".cuh"))]
+    (tmp_path / "all.cpp").write_text(text)
+    command = [*build.compiler(), "-std=c++20", *(f"-I{path}" for path in own), "-M", tmp_path / "all.cpp"]
+    told = processes.run(command)
+    assert told.returncode == 0, told.stderr
+    read = [Path(word) for word in told.stdout.split() if word.endswith((".h", ".hpp", ".cuh"))]
     assert {path.name for path in read if path.parent == own[0]} >= {*names, "simt.hpp"}
     assert {path.name for path in read if path.parent == own[1]} == {*kernels}
     assert not [path for path in read if path.parent not in own and ("cuda" in str(path) or "nvidia" in str(path))]
