@@ -3,9 +3,9 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import numpy as np
 import processes
@@ -797,7 +797,7 @@ def test_a_compiler_that_does_not_know_the_processor_is_asked_for_none(monkeypat
     def called(*arguments):
         if arguments[0] in known:
             return processes.run(["echo", *arguments])
-        raise subprocess.CalledProcessError(1, arguments)
+        raise CalledProcessError(1, arguments)
 
     monkeypatch.setattr(build, "_called", called)
     known = {"-mcpu=native", "-dM"}
