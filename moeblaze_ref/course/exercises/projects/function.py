@@ -1,4 +1,4 @@
-"""``autograd.Function``s that a reader writes: outputs, gradients and saved bytes."""
+"""Autograd functions that a reader writes: outputs, gradients and saved bytes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
