@@ -74,9 +74,9 @@ def reset(
     print_text(f"{exercise} is as it was found: {path}")
 
 
-def _as_text(message: str) -> str:
-    """The message on one line; a spreadsheet would take one that begins with an operator for a formula."""
-    line = " ".join(message.split())
+def _as_text(value: str) -> str:
+    """The value on one line; a spreadsheet would take one that begins with an operator for a formula."""
+    line = " ".join(value.split())
     return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
 
 
@@ -115,7 +115,7 @@ def grade(
         if not allow_network and grading.open_network():
             raise ValueError(OPEN_NETWORK)
         grades = [*grading.grade(folder, limits, jobs or grading.jobs_of(limits))]
-        writer.writerows([*one[:-1], _as_text(one.message)] for one in grades)
+        writer.writerows(map(_as_text, one) for one in grades)
         records.replace(out, lambda part: part.write_text(text.getvalue(), newline=""), begins, force)
     table = Table("submission", *grading.VERDICTS)
     for name, counts in grading.totals(grades).items():

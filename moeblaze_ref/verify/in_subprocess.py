@@ -238,7 +238,7 @@ def _run(work: Callable[[guard.Send], None], limits: guard.Limits, folder: str) 
 
 
 def _sentinel() -> int:
-    """The sentinel of the process without which this one works for nobody."""
+    """The sentinel of the process that asks: when that has ended, this one ends too."""
     parent = multiprocessing.parent_process()
     if parent is None:
         raise RuntimeError("untrusted code runs in a process of its own alone")

@@ -39,7 +39,7 @@ class WaitsForStop(Desk):
 
     def check_text(self, name, text, stop=()):
         (button,) = stop
-        assert not button.poll(), "nobody has pressed it yet"
+        assert not button.poll(), "it was not pressed yet"
         waiting.set()
         try:
             button.recv()
@@ -114,7 +114,7 @@ def test_stop_ends_the_check_and_a_second_run_waits_for_its_end():
     assert editor.doing == "" and "You stopped it" in editor.verdict and not editor.marks
 
 
-def test_what_nobody_expects_is_shown_too():
+def test_an_unexpected_error_is_shown_too():
     editor = KernelEditor("combine", SaysAtOnce(RuntimeError("no compiler")))
     press(editor, "check", "")
     assert editor.verdict == "<pre>RuntimeError: no compiler</pre>" and editor.doing == ""

@@ -346,7 +346,7 @@ def test_the_second_failure_brings_the_first_hint_and_each_further_one_the_next(
     assert said[0] in str(other.value), "failures are counted for each exercise"
 
 
-def test_hints_come_one_after_the_other_whoever_asks():
+def test_hints_come_one_after_the_other_by_call_or_by_error():
     desk, hints = Desk(), EXERCISES["second-wall"].hints
     for number, hint in enumerate((*hints, hints[-1]), start=1):
         assert desk.hint("second-wall").data == f"**Hint {min(number, 2)} of 2.** {hint}"

@@ -228,11 +228,12 @@ def test_a_folder_that_cannot_be_graded(arguments, message, tmp_path, monkeypatc
 
 def test_a_message_is_no_formula_of_a_spreadsheet(tmp_path):
     odd = "class Odd(Exception): pass\nOdd.__name__ = '=cmd()'\ndef fail(): raise Odd"
-    notebook(tmp_path / "one.ipynb", odd, PREDICTED.format("fail()", 1))
+    notebook(tmp_path / "=one.ipynb", odd, PREDICTED.format("fail()", 1))
     assert moeblaze("course", "grade", tmp_path, "--out", tmp_path / "x.csv").exit_code == 0
     messages = [row["message"] for row in csv.DictReader((tmp_path / "x.csv").read_text().splitlines())]
     assert any(message.startswith("'=cmd()") for message in messages)
     assert not [message for message in messages if message.startswith("=")]
+    assert "\n'=one.ipynb," in (tmp_path / "x.csv").read_text() and "\n=" not in (tmp_path / "x.csv").read_text()
 
 
 def test_where_the_network_is_open_it_must_be_allowed(tmp_path, monkeypatch):
