@@ -376,6 +376,11 @@ def follow_links(page: Page, site: str) -> tuple[set[str], list[str]]:
     return set(places), wrong
 
 
+def unseen_pictures(page: Page, address: str) -> list[str]:
+    """Open a page, and name each of its pictures that is not shown."""
+    return [f"{address}: {picture} is not shown" for picture in _read(page, address)["unseen"]]
+
+
 def search(page: Page, word: str) -> None:
     """Type a word into the search of the site, and open what is found first."""
     box = page.get_by_placeholder("Search")

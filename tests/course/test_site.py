@@ -149,9 +149,12 @@ def test_a_reader_finds_a_word_and_follows_every_link(built, tmp_path):
         page.goto(site)
         page.wait_for_url(f"{site}docs/index.html")
         opened, wrong = browser.follow_links(page, site)
+        pages = [path for folder in ("api", "docs", "notebooks") for path in (built[2] / folder).rglob("*.html")]
+        addresses = {site + path.relative_to(built[2]).as_posix() for path in pages}
+        solutions = {address for address in addresses if "solutions" in address}
+        assert addresses - opened == solutions and len(solutions) == len(SHEETS) + 1, "no page leads to a solution"
+        wrong += [picture for address in sorted(solutions) for picture in browser.unseen_pictures(page, address)]
         assert not wrong and not complaints, "\n".join(wrong + complaints)
-        written = [path for folder in ("api", "docs", "notebooks") for path in (built[2] / folder).rglob("*.html")]
-        assert {site + path.relative_to(built[2]).as_posix() for path in written} <= opened
         page.goto(f"{site}notebooks/00_memory_wall.html")
         assert page.locator(".cell_output img").count() > 5
         browser.search(page, "dropless")
