@@ -1,6 +1,7 @@
 """The half, bfloat16 and vector types of the SIMT executor, which stand under the names of CUDA's headers."""
 
 import operator
+from fractions import Fraction
 from pathlib import Path
 
 import ml_dtypes
@@ -147,6 +148,127 @@ def test_arithmetic_is_rounded_once(scalar):
     np.testing.assert_array_equal(told, compared)
 
 
+FUNCTIONS = """
+template <class T>
+__device__ void functions_of(T a, T b, T c, T* row) {
+    row[0] = ADD(a, b); row[1] = SUB(a, b); row[2] = MUL(a, b); row[3] = DIV(a, b);
+    row[4] = a + b; row[5] = a - b; row[6] = a * b; row[7] = a / b;
+    row[8] = FMA(a, b, c); row[9] = NEG(a); row[10] = -a; row[11] = ABS(a); row[12] = MAX(a, b); row[13] = MIN(a, b);
+    row[14] = EXP(a); row[15] = EXP2(a); row[16] = LOG(a); row[17] = LOG2(a);
+    row[18] = RCP(a); row[19] = SQRT(a); row[20] = RSQRT(a);
+}
+extern "C" __global__ void functions(const Scalar* a, const Scalar* b, const Scalar* c, Scalar* out, int n) {
+    const auto to = reinterpret_cast<Type*>(out);
+    const auto x = reinterpret_cast<const Type*>(a), y = reinterpret_cast<const Type*>(b);
+    const auto z = reinterpret_cast<const Type*>(c);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) functions_of(x[i], y[i], z[i], to + 21 * i);
+}"""
+NAMES = {  # of a scalar, of a pair
+    "ADD": ("__hadd", "__hadd2"),
+    "SUB": ("__hsub", "__hsub2"),
+    "MUL": ("__hmul", "__hmul2"),
+    "DIV": ("__hdiv", "__h2div"),
+    "FMA": ("__hfma", "__hfma2"),
+    "NEG": ("__hneg", "__hneg2"),
+    "ABS": ("__habs", "__habs2"),
+    "MAX": ("__hmax", "__hmax2"),
+    "MIN": ("__hmin", "__hmin2"),
+} | {name.upper(): (f"h{name}", f"h2{name}") for name in ("exp", "exp2", "log", "log2", "rcp", "sqrt", "rsqrt")}
+
+
+def rounded_once(exact, dtype):
+    """The number of a type that is nearest to a fraction; of two, the one whose last bit is 0."""
+    near = np.array(float(exact)).astype(dtype)[()]
+    around = [near, np.nextafter(near, dtype(-np.inf)), np.nextafter(near, dtype(np.inf))]
+    finite = [number for number in around if np.isfinite(number)]
+    return min(finite, key=lambda number: (abs(Fraction(float(number)) - exact), int(number.view(np.uint16)) & 1))
+
+
+def fused(a, b, c):
+    """a * b + c rounded once, of finite numbers."""
+    exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
+    return np.array([rounded_once(number, a.dtype.type) for number in exact])
+
+
+def operands(dtype, n):
+    """(3, n) finite numbers a, b and c; in half of them a * b + c is so near a tie that a second rounding is wrong."""
+    random, limits = np.random.default_rng(3), ml_dtypes.finfo(dtype)
+    places, n = limits.nmant + 1, n // 4
+    powers = random.integers(limits.minexp // 2, limits.maxexp // 2 - 5, (2, 2 * n))  # c is finite too
+    a, b = np.ldexp(random.uniform(-1, 1, (2, 2 * n)), powers).astype(dtype).astype(np.float64)
+    anything = a, b, a * b * np.ldexp(-1.0, random.choice([0, -14, -9, 9], 2 * n))
+    odd = 2 * random.integers(2**places // 6 + 1, 2**places // 3, n) + 1  # three times it has a place too many
+    tie = 3 + 0 * odd, odd, random.choice([-1, 1], n) * float(limits.smallest_subnormal)
+    last = 2.0 ** (1 - places)
+    near_tie = np.full(n, 1 + last), np.full(n, 1 - last), 2.0**places + random.integers(0, 2 ** (places - 1), n) * 2
+    return np.concatenate([anything, tie, near_tie], axis=1).astype(dtype)
+
+
+def functions_of(executor, scalar, pairs, *numbers):
+    """(n, 21) results of FUNCTIONS, the first 14 of them exact."""
+    defined = "".join(f"#define {macro} {names[pairs]}\n" for macro, names in NAMES.items())
+    text = f"{HEADER}using Type = {scalar}{'2' if pairs else ''};\n{defined}{FUNCTIONS}"
+    n, per_step = numbers[0].size, 2 if pairs else 1
+    out = executor.from_numpy(np.zeros((n // per_step, 21, per_step), TYPES[scalar]))
+    a, b, c = map(executor.from_numpy, numbers)
+    executor.load("narrow.cu", text=text, Scalar=scalar).launch(
+        "functions", 1, THREADS, a=a, b=b, c=c, out=out, n=n // per_step
+    )
+    return executor.to_numpy(out).transpose(0, 2, 1).reshape(n, 21)
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["one", "pairs"])
+@pytest.mark.parametrize("scalar", TYPES)
+def test_cudas_functions_of_narrow_floats(scalar, pairs):
+    dtype, n = TYPES[scalar], 4096
+    a, b, c = operands(dtype, n)
+    found = functions_of(SimtExecutor(), scalar, pairs, a, b, c)
+    with np.errstate(all="ignore"):
+        x = a.astype(np.float32)
+        single = [np.exp(x), np.exp2(x), np.log(x), np.log2(x), 1 / x, np.sqrt(x), 1 / np.sqrt(x)]
+        four = [function(a, b) for function in OPERATORS]
+        exact = np.stack([*four, *four, fused(a, b, c), -a, -a, abs(a), np.maximum(a, b), np.minimum(a, b)], axis=1)
+        rounded = np.stack(single, axis=1).astype(dtype)
+    np.testing.assert_array_equal(found[:, :14].astype(np.float32), exact.astype(np.float32))
+    # Another library's exp may differ in float32's last place, and so round to the next number of 16 bits.
+    places = np.where(rounded == rounded, abs(found[:, 14:].view(np.int16) - rounded.view(np.int16)), 0)
+    assert places.max() <= 1 and (places > 0).mean() < 0.001
+    np.testing.assert_array_equal(np.isnan(found[:, 14:]), np.isnan(rounded))
+
+
+EXTREMES = """
+extern "C" __global__ void extremes(const Scalar* a, const Scalar* b, Scalar* out, bool* told, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        Scalar* const row = out + 4 * i;
+        row[0] = __hmax(a[i], b[i]); row[1] = __hmin(a[i], b[i]);
+        row[2] = __hmax_nan(a[i], b[i]); row[3] = __hmin_nan(a[i], b[i]);
+        bool* const truth = told + 7 * i;
+        truth[0] = __heq(a[i], b[i]); truth[1] = __hne(a[i], b[i]); truth[2] = __hlt(a[i], b[i]);
+        truth[3] = __hle(a[i], b[i]); truth[4] = __hgt(a[i], b[i]); truth[5] = __hge(a[i], b[i]);
+        truth[6] = __hisnan(a[i]);
+    }
+}"""
+
+
+@pytest.mark.parametrize("scalar", TYPES)
+def test_extremes_and_comparisons_of_zeros_and_nan(scalar):
+    """+0 is larger than -0. NaN is missing, or with _nan it is the result; it is equal, and unequal, to nothing."""
+    nan = np.nan
+    a = np.array([0.0, -0.0, nan, 1.0, nan, 2.0, -np.inf], TYPES[scalar])
+    b = np.array([-0.0, 0.0, 1.0, nan, nan, 2.0, np.inf], TYPES[scalar])
+    out, told = np.zeros((a.size, 4), TYPES[scalar]), np.zeros((a.size, 7), bool)
+    run(EXTREMES, "extremes", scalar=scalar, a=a, b=b, out=out, told=told, n=a.size)
+    high, low = np.array([0.0, 0.0, 1, 1, nan, 2, np.inf]), np.array([-0.0, -0.0, 1, 1, nan, 2, -np.inf])
+    either = np.isnan(a.astype(np.float32)) | np.isnan(b.astype(np.float32))
+    expected = np.stack([high, low, np.where(either, nan, high), np.where(either, nan, low)], axis=1)
+    found = out.astype(np.float64)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.signbit(found[:2]), np.signbit(expected[:2]))
+    with np.errstate(invalid="ignore"):
+        compared = [np.where(either, False, function(a, b)) for function in COMPARISONS]
+    np.testing.assert_array_equal(told, np.stack([*compared, np.isnan(a.astype(np.float32))], axis=1))
+
+
 PAIRS = """
 extern "C" __global__ void pairs(float* out) {
     const __half2 half[] = {__floats2half2_rn(1, 2), __float22half2_rn(make_float2(3, 4)), __half2half2(5),
@@ -158,6 +280,7 @@ extern "C" __global__ void pairs(float* out) {
         reinterpret_cast<float2*>(out)[4 + i] = __bfloat1622float2(brain[i]);
         reinterpret_cast<float2*>(out)[8 + i] = {__low2half(half[i]), __high2half(half[i])};
         reinterpret_cast<float2*>(out)[12 + i] = {__low2bfloat16(brain[i]), __high2bfloat16(brain[i])};
+        reinterpret_cast<float2*>(out)[16 + i] = {__low2float(half[i]), __high2float(__lowhigh2highlow(brain[i]))};
     }
 }
 extern "C" __global__ void bits(unsigned short* out) {
@@ -168,10 +291,10 @@ extern "C" __global__ void bits(unsigned short* out) {
 
 
 def test_pairs_and_bits():
-    found, bits = np.zeros(32, np.float32), np.zeros(8, np.uint16)
+    found, bits = np.zeros(40, np.float32), np.zeros(8, np.uint16)
     run(PAIRS, "pairs", block=1, out=found)
     run(PAIRS, "bits", block=1, out=bits)
-    np.testing.assert_array_equal(found, 4 * [1, 2, 3, 4, 5, 5, 6, 7])
+    np.testing.assert_array_equal(found, 4 * [1, 2, 3, 4, 5, 5, 6, 7] + [1, 1, 3, 3, 5, 5, 6, 6])
     np.testing.assert_array_equal(bits, [0x3C00, 0x3F80, 2, 3, 4, 4, 4, 4])
 
 
