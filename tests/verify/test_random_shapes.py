@@ -22,8 +22,12 @@ RUNS = [
 ]
 # Tiles are multiplied whole, however small the shape or the block: seconds each on a CPU, so these get fewer.
 SLOW = [run for run in RUNS if run[2] == gemm.HOPPER] + [(BACKENDS["simt"], "block_sparse", "2_tiled")]
-# A share a stage, so that they run side by side.
-SHARES = {stage: (150, [run for run in RUNS if run[1] == stage and run not in SLOW]) for _, stage, _ in RUNS}
+# A share a stage, so that they run side by side. A whole layer, and blocks, take many times longer than a step.
+EXAMPLES = {"layer": 50, "block_sparse": 50}
+SHARES = {
+    stage: (EXAMPLES.get(stage, 180), [run for run in RUNS if run[1] == stage and run not in SLOW])
+    for _, stage, _ in RUNS
+}
 SHARES |= {f"{run[1]}, {run[2]}": (8, [run]) for run in SLOW}
 
 
