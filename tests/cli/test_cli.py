@@ -60,7 +60,8 @@ def test_check_prints_json_with_the_agreed_keys():
 
 
 def test_check_prints_a_table_that_fits_80_columns():
-    result = moeblaze("check", "--stage", "dispatch", "--stage", "combine", columns=80)
+    of = ("--backend", "numpy", "--backend", "simt")
+    result = moeblaze("check", "--stage", "dispatch", "--stage", "combine", *of, columns=80)
     assert result.exit_code == 0 and "0 failed" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     line = next(line for line in result.stdout.splitlines() if "simt" in line)
