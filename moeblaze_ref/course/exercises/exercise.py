@@ -158,6 +158,23 @@ class CodeExercise(_Stated):
         raise NotImplementedError
 
 
+def as_found(name: str, solution: str, changes: Iterable[tuple[str, str]]) -> str:
+    """Return the text that a reader finds, from a solution and its changes.
+
+    Raises
+    ------
+    ValueError
+        If the lines to change are not in the solution, or there more than once.
+    """
+    found = solution
+    for right, unsolved in changes:
+        parts = re.findall("\n(?:.*\n)*?".join(map(re.escape, right.split("\n...\n"))), solution)
+        if len(parts) != 1:
+            raise ValueError(f"{name}: the solution has {right!r} {len(parts)} times, not once")
+        found = found.replace(parts[0], unsolved)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelExercise(CodeExercise):
     """A kernel with a hole or a planted bug, for the checker.
@@ -165,7 +182,7 @@ class KernelExercise(CodeExercise):
     Raises
     ------
     ValueError
-        If the lines to change are not in the solution, or there more than once.
+        As `as_found`.
     """
 
     kind: str  #: "numba", "cuda" or "bug"
@@ -179,8 +196,7 @@ class KernelExercise(CodeExercise):
 
     def __post_init__(self):
         super().__post_init__()
-        if (times := len(self._changed())) != 1:
-            raise ValueError(f"{self.name}: the solution has {self.change[0]!r} {times} times, not once")
+        as_found(self.name, self.solution, [self.change])
 
     @property
     def language(self) -> str:
@@ -200,11 +216,7 @@ class KernelExercise(CodeExercise):
     @property
     def unsolved(self) -> str:
         """The kernel as the reader finds it."""
-        return self.solution.replace(self._changed()[0], self.change[1])
-
-    def _changed(self) -> list[str]:
-        """The parts of the solution that ``change`` names."""
-        return re.findall("\n(?:.*\n)*?".join(map(re.escape, self.change[0].split("\n...\n"))), self.solution)
+        return as_found(self.name, self.solution, [self.change])
 
     def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
         """Check a kernel by `checker.examine`."""
@@ -217,13 +229,28 @@ class KernelExercise(CodeExercise):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchExercise(CodeExercise):
-    """A function or class of torch, which a project compares with the truth."""
+    """A function or class of torch, which a project compares with the truth.
+
+    Raises
+    ------
+    ValueError
+        As `as_found`.
+    """
 
     project: str  #: a module of `exercises.projects`, a dot, and a project of it, as in "function.SWIGLU"
-    unsolved: str  #: the cell as the reader finds it, below its first line
     solution: str
+    changes: tuple[tuple[str, str], ...]  #: parts of the solution, and what the reader finds in their place
 
     kind, noun, language = "torch", "torch project", "python"
+
+    def __post_init__(self):
+        super().__post_init__()
+        as_found(self.name, self.solution, self.changes)
+
+    @property
+    def unsolved(self) -> str:
+        """The cell as the reader finds it, below its first line."""
+        return as_found(self.name, self.solution, self.changes)
 
     def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
         """Check the text, run it on every case of the project, and compare."""

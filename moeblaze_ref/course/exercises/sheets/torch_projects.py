@@ -2,26 +2,6 @@
 
 from moeblaze_ref.course.exercises.exercise import Exercise, TorchExercise
 
-EXPERT_FOUND = '''\
-import torch
-
-
-class Expert(torch.autograd.Function):
-    """One expert: out = y_swi w3, where y_swi = silu(a) * b, a = x w1 and b = x w2."""
-
-    @staticmethod
-    def forward(ctx, x, w1, w2, w3):
-        a, b = x @ w1, x @ w2  # (rows, h) each
-        y_swi = a * torch.sigmoid(a) * b
-        ctx.save_for_backward(x, w1, w2, w3, a, b)
-        return y_swi @ w3  # (rows, d)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        x, w1, w2, w3, a, b = ctx.saved_tensors
-        # Your part: the gradients of x, w1, w2 and w3, in the order of the forward's arguments.
-        return torch.zeros_like(x), torch.zeros_like(w1), torch.zeros_like(w2), torch.zeros_like(w3)
-'''
 EXPERT = '''\
 import torch
 
@@ -46,8 +26,23 @@ class Expert(torch.autograd.Function):
         d_x = d_a @ w1.T + d_b @ w2.T
         return d_x, x.T @ d_a, x.T @ d_b, (act_a * b).T @ d_out
 '''
+EXPERT_CHANGES = (
+    (
+        """\
+        s = torch.sigmoid(a)
+        act_a, slope = a * s, s * (1 + a * (1 - s))
+        d_y = d_out @ w3.T  # (rows, h)
+        d_a, d_b = d_y * b * slope, d_y * act_a
+        d_x = d_a @ w1.T + d_b @ w2.T
+        return d_x, x.T @ d_a, x.T @ d_b, (act_a * b).T @ d_out""",
+        """\
+        # Your part: the gradients of x, w1, w2 and w3, in the order of the forward's arguments.
+        return torch.zeros_like(x), torch.zeros_like(w1), torch.zeros_like(w2), torch.zeros_like(w3)""",
+    ),
+)
 
-CHECKPOINT_FOUND = '''\
+
+CHECKPOINT = '''\
 import torch
 import torch.nn.functional as F
 
@@ -66,7 +61,7 @@ def grouped_gradient(rows, expert_token_offsets, d_result):
 
 
 class Experts(torch.autograd.Function):
-    """The experts of a layer: each token's sum of its rows, times their gates. It saves all that it computes."""
+    """The experts of a layer: each token's sum of its rows, times their gates. It saves what Algorithm 1 saves."""
 
     @staticmethod
     def forward(
@@ -81,16 +76,18 @@ class Experts(torch.autograd.Function):
         y_swi = act_a * b
         y = grouped(y_swi, offsets, w3)  # (R, d)
         ctx.save_for_backward(
-            gates, w1, w2, w3, token, offsets, token_index_map, gate, routed_x, a, b, act_a, y_swi, y
+            x, gates, w1, w2, w3, expert_token_indices, offsets, token_index_map, a, b, y_swi
         )
         return torch.zeros_like(x).index_add(0, token, gate[:, None] * y)
 
     @staticmethod
     def backward(ctx, d_out):
-        gates, w1, w2, w3, token, offsets, token_index_map, *computed = ctx.saved_tensors
-        gate, routed_x, a, b, act_a, y_swi, y = computed
-        d_rows = d_out[token]  # (R, d)
-        d_gate = (d_rows * y).sum(dim=1)  # (R,)
+        x, gates, w1, w2, w3, expert_token_indices, offsets, token_index_map, *hidden = ctx.saved_tensors
+        a, b, y_swi = hidden
+        token, act_a = expert_token_indices.long(), F.silu(a)
+        gate = torch.empty(len(token)).index_copy(0, token_index_map.long(), gates.flatten())
+        routed_x, d_rows = x[token], d_out[token]  # (R, d)
+        d_gate = (grouped(d_rows, offsets, w3.transpose(1, 2)) * y_swi).sum(dim=1)  # (R,)
         d_gates = d_gate[token_index_map.long()].view_as(gates)
         d_y = gate[:, None] * d_rows
         d_y_swi = grouped(d_y, offsets, w3.transpose(1, 2))
@@ -104,69 +101,35 @@ class Experts(torch.autograd.Function):
         d_w3 = grouped_gradient(y_swi, offsets, d_y)
         return d_x, d_gates, d_w1, d_w2, d_w3, None, None, None, None
 '''
-
-
-def _replaced(text, *changes):
-    """The text with each part in the place of another."""
-    for old, new in changes:
-        if text.count(old) != 1:
-            raise ValueError(f"the text has {old!r} {text.count(old)} times, not once")
-        text = text.replace(old, new)
-    return text
-
-
-CHECKPOINT = _replaced(
-    CHECKPOINT_FOUND,
-    (" It saves all that it computes.", " It saves what Algorithm 1 saves."),
+CHECKPOINT_CHANGES = (
     (
-        """\
-        ctx.save_for_backward(
-            gates, w1, w2, w3, token, offsets, token_index_map, gate, routed_x, a, b, act_a, y_swi, y
-        )
-""",
-        """\
-        ctx.save_for_backward(
-            x, gates, w1, w2, w3, expert_token_indices, offsets, token_index_map, a, b, y_swi
-        )
-""",
+        '''\
+    """The experts of a layer: each token's sum of its rows, times their gates. It saves what Algorithm 1 saves."""''',
+        '''\
+    """The experts of a layer: each token's sum of its rows, times their gates. It saves all that it computes."""''',
     ),
     (
         """\
-        gates, w1, w2, w3, token, offsets, token_index_map, *computed = ctx.saved_tensors
-        gate, routed_x, a, b, act_a, y_swi, y = computed
-        d_rows = d_out[token]  # (R, d)
-        d_gate = (d_rows * y).sum(dim=1)  # (R,)
-        d_gates = d_gate[token_index_map.long()].view_as(gates)
-""",
+            x, gates, w1, w2, w3, expert_token_indices, offsets, token_index_map, a, b, y_swi""",
+        """\
+            gates, w1, w2, w3, token, offsets, token_index_map, gate, routed_x, a, b, act_a, y_swi, y""",
+    ),
+    (
         """\
         x, gates, w1, w2, w3, expert_token_indices, offsets, token_index_map, *hidden = ctx.saved_tensors
         a, b, y_swi = hidden
         token, act_a = expert_token_indices.long(), F.silu(a)
         gate = torch.empty(len(token)).index_copy(0, token_index_map.long(), gates.flatten())
         routed_x, d_rows = x[token], d_out[token]  # (R, d)
-        d_gate = (grouped(d_rows, offsets, w3.transpose(1, 2)) * y_swi).sum(dim=1)  # (R,)
-        d_gates = d_gate[token_index_map.long()].view_as(gates)
-""",
+        d_gate = (grouped(d_rows, offsets, w3.transpose(1, 2)) * y_swi).sum(dim=1)  # (R,)""",
+        """\
+        gates, w1, w2, w3, token, offsets, token_index_map, *computed = ctx.saved_tensors
+        gate, routed_x, a, b, act_a, y_swi, y = computed
+        d_rows = d_out[token]  # (R, d)
+        d_gate = (d_rows * y).sum(dim=1)  # (R,)""",
     ),
 )
 
-COUNTER_FOUND = '''\
-from torch.autograd.graph import saved_tensors_hooks
-
-
-def saved_bytes(layer, x):
-    """The bytes that autograd keeps of layer(x) until the backward."""
-    total = 0
-
-    def pack(tensor):
-        nonlocal total
-        total += tensor.numel() * tensor.itemsize  # your part: what is counted twice, or should not be?
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
-    return total
-'''
 COUNTER = '''\
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -186,26 +149,33 @@ def saved_bytes(layer, x):
         layer(x)
     return sum(storage.nbytes() for storage in kept.values())
 '''
+COUNTER_CHANGES = (
+    (
+        """\
+    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
+    kept = {}  # the storages themselves: a freed one's address could be given to the next
 
-GRAPH_FOUND = '''\
-import torch
-import torch.nn.functional as F
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor.detach()""",
+        """\
+    total = 0
 
+    def pack(tensor):
+        nonlocal total
+        total += tensor.numel() * tensor.itemsize  # your part: what is counted twice, or should not be?
+        return tensor""",
+    ),
+    (
+        """\
+    return sum(storage.nbytes() for storage in kept.values())""",
+        """\
+    return total""",
+    ),
+)
 
-def layer(x, wg, w1, w2, w3, k):
-    """A Mixture-of-Experts layer, one expert after another: (L, d)."""
-    probs = torch.softmax(x @ wg, dim=-1)  # (L, E)
-    gates, chosen = probs.topk(k)  # (L, k)
-    out = torch.zeros_like(x)
-    for expert in range(wg.shape[1]):
-        token, slot = (chosen == expert).nonzero(as_tuple=True)
-        if len(token) == 0:
-            continue
-        rows = x[token]
-        y = (F.silu(rows @ w1[expert]) * (rows @ w2[expert])) @ w3[expert]
-        out[token] += gates[token, slot, None] * y
-    return out
-'''
 GRAPH = '''\
 import torch
 import torch.nn.functional as F
@@ -219,27 +189,31 @@ def layer(x, wg, w1, w2, w3, k):
     y = (F.silu(x @ w1) * (x @ w2)) @ w3  # (E, L, d)
     return (weight.T[:, :, None] * y).sum(dim=0)
 '''
+GRAPH_CHANGES = (
+    (
+        '''\
+    """A Mixture-of-Experts layer, every expert for every token: (L, d)."""
+    probs = torch.softmax(x @ wg, dim=-1)  # (L, E)
+    gates, chosen = probs.topk(k)  # (L, k)
+    weight = torch.zeros_like(probs).scatter(1, chosen, gates)  # (L, E), 0 where a token does not go
+    y = (F.silu(x @ w1) * (x @ w2)) @ w3  # (E, L, d)
+    return (weight.T[:, :, None] * y).sum(dim=0)''',
+        '''\
+    """A Mixture-of-Experts layer, one expert after another: (L, d)."""
+    probs = torch.softmax(x @ wg, dim=-1)  # (L, E)
+    gates, chosen = probs.topk(k)  # (L, k)
+    out = torch.zeros_like(x)
+    for expert in range(wg.shape[1]):
+        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        if len(token) == 0:
+            continue
+        rows = x[token]
+        y = (F.silu(rows @ w1[expert]) * (rows @ w2[expert])) @ w3[expert]
+        out[token] += gates[token, slot, None] * y
+    return out''',
+    ),
+)
 
-ACTIVATION_FOUND = '''\
-import torch
-
-
-class SquaredReGLU(torch.autograd.Function):
-    """y = relu(a)**2 * b."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        act_a = torch.relu(a).square()
-        y = act_a * b
-        ctx.save_for_backward(a, b, act_a, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, d_y):
-        a, b, act_a, y = ctx.saved_tensors
-        # Your part: the gradients of a and b, from fewer saved bytes.
-        return torch.zeros_like(a), torch.zeros_like(b)
-'''
 ACTIVATION = '''\
 import torch
 
@@ -258,15 +232,29 @@ class SquaredReGLU(torch.autograd.Function):
         positive = torch.relu(a)
         return d_y * b * 2 * positive, d_y * positive.square()
 '''
+ACTIVATION_CHANGES = (
+    (
+        """\
+        ctx.save_for_backward(a, b)
+        return torch.relu(a).square() * b""",
+        """\
+        act_a = torch.relu(a).square()
+        y = act_a * b
+        ctx.save_for_backward(a, b, act_a, y)
+        return y""",
+    ),
+    (
+        """\
+        a, b = ctx.saved_tensors
+        positive = torch.relu(a)
+        return d_y * b * 2 * positive, d_y * positive.square()""",
+        """\
+        a, b, act_a, y = ctx.saved_tensors
+        # Your part: the gradients of a and b, from fewer saved bytes.
+        return torch.zeros_like(a), torch.zeros_like(b)""",
+    ),
+)
 
-ROUTER_FOUND = '''\
-import torch
-
-
-def update(bias, topk_experts):
-    """The bias (E,) after a step in which the tokens chose topk_experts (L, k)."""
-    return bias  # your part
-'''
 ROUTER = '''\
 import torch
 
@@ -276,6 +264,15 @@ def update(bias, topk_experts):
     counts = torch.bincount(topk_experts.flatten(), minlength=len(bias)).float()
     return bias - 0.03 * (counts / counts.mean() - 1).clamp(-1, 1)
 '''
+ROUTER_CHANGES = (
+    (
+        """\
+    counts = torch.bincount(topk_experts.flatten(), minlength=len(bias)).float()
+    return bias - 0.03 * (counts / counts.mean() - 1).clamp(-1, 1)""",
+        """\
+    return bias  # your part""",
+    ),
+)
 
 EXERCISES: tuple[Exercise, ...] = (
     TorchExercise(
@@ -290,7 +287,7 @@ EXERCISES: tuple[Exercise, ...] = (
             to the other, and its bytes are counted on the way. The backward runs in inference mode, so autograd cannot
             do it for you.""",
         project="function.SWIGLU",
-        unsolved=EXPERT_FOUND,
+        changes=EXPERT_CHANGES,
         solution=EXPERT,
         hints=(
             "Go backwards through the forward's lines: `d_y = d_out w3^T`, then `d_a` and `d_b`, then `d_x`.",
@@ -310,7 +307,7 @@ EXERCISES: tuple[Exercise, ...] = (
             `account(layer, "moeblaze", "paper")` counts. Forward and backward run in two processes, and the bytes
             between them are counted. Here the backward may use autograd.""",
         project="function.CHECKPOINT",
-        unsolved=CHECKPOINT_FOUND,
+        changes=CHECKPOINT_CHANGES,
         solution=CHECKPOINT,
         hints=(
             "Three saved tensors are large and not among those: `routed_x`, `act_a` and `y`. What makes each again?",
@@ -329,7 +326,7 @@ EXERCISES: tuple[Exercise, ...] = (
             weights. It must find the bytes of the account for five layers of plain torch, with gated and ungated
             activations, in float32 and bfloat16.""",
         project="counter.SAVED_BYTES",
-        unsolved=COUNTER_FOUND,
+        changes=COUNTER_CHANGES,
         solution=COUNTER,
         hints=(
             "Two operators may save the same tensor. And a view has its own size, but keeps the whole storage alive.",
@@ -350,7 +347,7 @@ EXERCISES: tuple[Exercise, ...] = (
             The project traces the layer on tensors that have a shape and no elements. It then replays the trace for
             four routings, in a process without your code.""",
         project="graph.LAYER",
-        unsolved=GRAPH_FOUND,
+        changes=GRAPH_CHANGES,
         solution=GRAPH,
         hints=(
             "Shapes may depend on L, d, h, E and k. How many rows can an expert get at most?",
@@ -369,7 +366,7 @@ EXERCISES: tuple[Exercise, ...] = (
             function between the products of an expert. It compares the output and all gradients, those of `x`, `w1`,
             `w2` and `w3`, with autograd's.""",
         project="function.SQUARED_REGLU",
-        unsolved=ACTIVATION_FOUND,
+        changes=ACTIVATION_CHANGES,
         solution=ACTIVATION,
         hints=(
             "The product rule: `d_a` is `d_y * b` times the slope of the activation at `a`.",
@@ -391,7 +388,7 @@ EXERCISES: tuple[Exercise, ...] = (
             the average. One bias for all tokens keeps top-k's own choice: an expert that must lose tokens loses those
             that want it least.""",
         project="router.BIAS",
-        unsolved=ROUTER_FOUND,
+        changes=ROUTER_CHANGES,
         solution=ROUTER,
         hints=(
             "Count the rows of each expert with `torch.bincount(..., minlength=len(bias))`.",
