@@ -56,7 +56,7 @@ machine-for-notebooks:
 	@$(SYSTEM) venv compiler
 
 machine-for-tests:
-	@$(SYSTEM) venv compiler clang browser
+	@$(SYSTEM) venv compiler clang browser git
 
 # Where no g++ can be installed, Clang as PyPI has it serves.
 ZIG := ziglang==0.17.1

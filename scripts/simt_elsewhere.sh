@@ -4,7 +4,7 @@
 #   scripts/simt_elsewhere.sh FOLDER [WAY...]
 #
 # ways: clang (clang++ with libc++), arm (aarch64 under qemu-user), macos (Mach-O for aarch64: compiled and linked,
-# run nowhere); without any, all three. FOLDER gets caches and downloads, some 400 MB. PYTHON names the Python
+# run nowhere); without any, all three. FOLDER gets caches and downloads, some 750 MB. PYTHON names the Python
 # that has the project's packages. It needs these of Debian's packages:
 #
 #   clang libc++-dev libc++abi-dev      g++-aarch64-linux-gnu qemu-user mmdebstrap
@@ -49,6 +49,7 @@ macos() {
     "$folder/zig/bin/pip" install --quiet ziglang==0.17.1
     export CXX="$folder/zig/bin/python -m ziglang c++ -target aarch64-macos" MOEBLAZE_CACHE="$folder/macos"
     "$PYTHON" scripts/simt_builds.py
+    rm -f a.o # Zig leaves it, empty, when it is asked for its version
 }
 
 [ $# -gt 0 ] || set -- clang arm macos

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs by apt-get what this project needs of the machine and does not find:
 #
-#   scripts/system_packages.sh [NEED...]     make, venv, compiler, clang, browser; without arguments all of them
+#   scripts/system_packages.sh [NEED...]     make, venv, compiler, clang, browser, git; without arguments all of them
 #
 # A need with a ? behind it is installed where that is possible, and is no error elsewhere. Where nothing is missing,
 # nothing is run. Without the right to install, the script prints the line to type. The Makefile passes PYTHON, CXX and
@@ -40,12 +40,13 @@ lacking() {
         ;;
     clang) found clang++ || echo 'clang: the tests build kernels with clang++ too' ;;
     browser) found $BROWSERS || echo "$(chromium_package): the tests open JupyterLab and the site in a browser" ;;
-    *) fail "unknown need $1 (known: make, venv, compiler, clang, browser)" ;;
+    git) found git || echo 'git: a test looks at what git says of a clone' ;;
+    *) fail "unknown need $1 (known: make, venv, compiler, clang, browser, git)" ;;
     esac
 }
 
 packages='' refusals=''
-for need in ${*:-make venv compiler clang browser}; do
+for need in ${*:-make venv compiler clang browser git}; do
     lack=$(lacking "${need%\?}")
     [ -n "$lack" ] || continue
     packages="$packages ${lack%%:*}"

@@ -311,7 +311,7 @@ NEEDS = {  # what a target needs of the machine
     "demo": "venv compiler?",
     "check": "venv compiler?",
     "notebooks": "venv compiler",
-    "test": "venv compiler clang browser",
+    "test": "venv compiler clang browser git",
 }
 
 

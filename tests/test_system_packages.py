@@ -8,8 +8,8 @@ import processes
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "system_packages.sh"
-ALL = ("make", "python3", "g++", "clang++", "chromium")
-PACKAGES = "make python3-venv g++ clang chromium"
+ALL = ("make", "python3", "g++", "clang++", "chromium", "git")
+PACKAGES = "make python3-venv g++ clang chromium git"
 UPDATE, INSTALL = "apt-get update", "apt-get install --yes"
 
 
@@ -66,6 +66,7 @@ def test_where_nothing_is_missing_nothing_is_run(tmp_path, user):
         (without("g++"), ["compiler?"], "g++"),
         (without("clang++"), ["clang"], "clang"),
         (without("chromium"), ["browser"], "chromium"),
+        (without("git"), ["git"], "git"),
         (without("clang++", "chromium"), ["venv", "compiler"], ""),
         *(([name], ["browser"], "") for name in browser.NAMES),  # any that the tests know serves
     ],
@@ -89,7 +90,7 @@ def test_without_the_right_it_prints_the_line_to_type(tmp_path, lacks):
     *errors, line = result.stderr.splitlines()
     assert (result.returncode, result.stdout, machine.called()) == (1, "", [])
     assert line == f"On Debian and Ubuntu, type: sudo {UPDATE} && sudo {INSTALL} {PACKAGES}"
-    assert len(errors) == 5 and all(error.startswith("error: missing ") for error in errors)
+    assert len(errors) == 6 and all(error.startswith("error: missing ") for error in errors)
 
 
 def test_what_can_be_done_without_is_no_error_but_stands_in_the_line(tmp_path):

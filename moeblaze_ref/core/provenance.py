@@ -31,8 +31,8 @@ def environment(parts: tuple[str, ...] = source_hashes.MEASURED) -> dict[str, An
     -------
     dict
         {device, clocks, versions, commit, code}. Without a GPU device is the processor and clocks is None. The
-        commit is git's, or $MOEBLAZE_COMMIT where the tree was copied without its history. ``code`` has the hash of
-        each part as it is in this tree, whatever of it is committed.
+        commit is git's, or $MOEBLAZE_COMMIT where the tree was copied without its history, else "unknown". ``code``
+        has the hash of each part as it is in this tree, whatever of it is committed.
     """
     return {
         "device": _nvidia_smi("name,driver_version,memory.total") or _processor(),
@@ -76,8 +76,11 @@ def _commit() -> str:
     if told := os.environ.get("MOEBLAZE_COMMIT"):
         return told
     git = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=40"]
-    found = subprocess.run(git, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+    try:
+        found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # the machine has no git
+        found = ""
+    return found or "unknown"
 
 
 def check_place(path: Path, command: str, force: bool = False) -> None:
