@@ -66,6 +66,14 @@ def no_progress_of_the_user(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session")
+def host(tmp_path_factory):
+    """A host of notebooks with the wheel of this tree."""
+    import host
+
+    return host.made(tmp_path_factory)
+
+
 @pytest.fixture
 def one_thread():
     """Torch on one thread: small products lose more by waiting for other cores than they gain."""

@@ -5,30 +5,23 @@ import json
 import os
 import re
 import shutil
-import sys
-import tempfile
-import tomllib
-import venv
 import zipfile
-from pathlib import Path
 
 import browser
 import processes
 import pytest
 import yaml
+from host import PROJECT, PYPROJECT, ROOT, applies, installed_closure, set_up_cell, undeclared_modules
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
 LOCKS = ("requirements.lock", "requirements-gpu.lock")
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # What `make setup` needs on any machine; it builds the project without a download of its own.
 NEEDED = (
     PROJECT["dependencies"]
-    + EXTRAS["notebooks"]
+    + EXTRAS["placement"]
     + EXTRAS["docs"]
     + EXTRAS["test"]
     + PYPROJECT["build-system"]["requires"]
@@ -72,11 +65,6 @@ def pinned_version(pin):
     return str(pin.specifier).removeprefix("==")
 
 
-def applies(requirement, platform=None):
-    """Whether a requirement's marker, if it has one, holds on a platform or with an extra; without one, on this."""
-    return requirement.marker is None or requirement.marker.evaluate(platform)
-
-
 # The locks
 
 
@@ -114,29 +102,8 @@ def test_a_dependency_is_pinned_within_its_range(requirement, locked):
         assert not applies(requirement, platform) or applies(pin, platform), platform
 
 
-def required_by(name, extra):
-    """What an installed distribution requires in this environment for one of its extras, or for none ("")."""
-    for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
-        if applies(requirement, {"extra": extra}) and canonicalize_name(requirement.name) not in LEFT_OUT_OF_THE_LOCK:
-            yield requirement
-
-
-def installed_closure(roots):
-    """(requirement, who asks for it) of everything that these requirements bring into this environment."""
-    waiting = [(root, PROJECT["name"]) for root in map(Requirement, roots) if applies(root)]
-    seen = set()
-    while waiting:
-        requirement, asked_by = waiting.pop()
-        yield requirement, asked_by
-        name = canonicalize_name(requirement.name)
-        for extra in {"", *requirement.extras}:
-            if (name, extra) not in seen:
-                seen.add((name, extra))
-                waiting += [(child, name) for child in required_by(name, extra)]
-
-
 def test_everything_installed_is_pinned_at_the_installed_version():
-    for requirement, asked_by in installed_closure(NEEDED):
+    for requirement, asked_by in installed_closure(NEEDED, LEFT_OUT_OF_THE_LOCK):
         pin = BASE.get(canonicalize_name(requirement.name))
         assert pin is not None, f"{requirement}, which {asked_by} requires, is not pinned; run `make lock`"
         assert pinned_version(pin) in requirement.specifier, f"{asked_by} requires {requirement}, the lock has {pin}"
@@ -145,7 +112,7 @@ def test_everything_installed_is_pinned_at_the_installed_version():
 
 
 def test_nothing_is_pinned_without_need():
-    needed = {canonicalize_name(requirement.name) for requirement, _ in installed_closure(NEEDED)}
+    needed = {canonicalize_name(requirement.name) for requirement, _ in installed_closure(NEEDED, LEFT_OUT_OF_THE_LOCK)}
     here = {name for name, pin in BASE.items() if applies(pin)}
     assert here == needed
 
@@ -219,16 +186,6 @@ def test_the_environments_are_said_where_conda_is():
         assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu conda env create\n" in text
         assert "conda env create --file environment-gpu.yml\n" in text
     assert "make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu\n" in said[1]
-
-
-@pytest.mark.parametrize("start", ["", "moeblaze_ref"])
-def test_the_hosted_cell_finds_the_lock_from_above_and_from_within(start, tmp_path, monkeypatch):
-    (cell,) = re.findall(r"```text\n(import os\n.*?)```", (ROOT / "docs" / "install.md").read_text(), re.DOTALL)
-    (tmp_path / "moeblaze_ref" / "moeblaze_ref").mkdir(parents=True)  # the repository, and in it the package
-    (tmp_path / "moeblaze_ref" / "requirements.lock").touch()
-    monkeypatch.chdir(tmp_path / start)
-    exec("\n".join(line for line in cell.splitlines() if not line.startswith("!")))
-    assert Path.cwd() == tmp_path / "moeblaze_ref"
 
 
 # The Makefile
@@ -359,49 +316,62 @@ def test_the_makefile_accepts_the_projects_pythons_and_knows_the_browsers_of_the
 # The wheel
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel of this tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    processes.run([*pip, "--wheel-dir", folder, ROOT]).check_returncode()
-    (path,) = folder.glob("*.whl")
-    return path
-
-
 def source_files(folder):
     """Every file under a folder of the tree, relative to it."""
     paths = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.is_file())
     return {path.as_posix() for path in paths if "__pycache__" not in path.parts}
 
 
-def test_the_wheel_is_the_package_its_kernels_and_notebooks_and_nothing_else(wheel):
+def test_the_wheel_is_the_package_its_kernels_notebooks_and_documents_and_nothing_else(host):
     package = {f"moeblaze_ref/{path}" for path in source_files("moeblaze_ref")}
     kernels = {f"moeblaze_ref/kernels_cuda/{path}" for path in source_files("kernels_cuda")}
     assert any(path.endswith(".cu") for path in kernels) and any(path.endswith(".hpp") for path in package)
-    members = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     notebooks = {f"moeblaze_ref/notebooks/{path}" for path in source_files("notebooks") if path.endswith(".ipynb")}
-    assert members == package | kernels | notebooks
+    documents = {f"moeblaze_ref/docs/{path}" for path in source_files("docs") if not path.startswith(("_", "conf.py"))}
+    members = {name for name in zipfile.ZipFile(host.wheel).namelist() if ".dist-info/" not in name}
+    assert members == package | kernels | notebooks | documents
 
 
-@pytest.fixture(scope="module")
-def empty_environment(wheel):
-    """The bin folder of a new environment that holds the wheel, its dependencies as locked, and nothing else."""
-    index = Path(sys.prefix, "torch-index-url")  # where `make setup` took torch from
-    urls = index.read_text().split() if index.exists() else []
-    with tempfile.TemporaryDirectory() as folder:  # a gigabyte, which pytest's own folders would keep
-        venv.create(folder, with_pip=True)
-        pip = [f"{folder}/bin/pip", "install", "--quiet", "--no-compile", *(f"--extra-index-url={url}" for url in urls)]
-        processes.run([*pip, "--constraint", ROOT / "requirements.lock", wheel], cwd=folder).check_returncode()
-        yield Path(folder, "bin")
+def test_the_set_up_cell_installs_the_wheel_and_nothing_else(host):
+    assert host.wheel.name in set_up_cell()
+    installed = {path.name for path in host.folder.glob("environment/lib/*/site-packages/*.dist-info")}
+    assert installed == {f"{PROJECT['name']}-{PROJECT['version']}.dist-info"}
+    copied = {path.relative_to(host.notebooks).as_posix() for path in host.notebooks.rglob("*.ipynb")}
+    assert copied == {path for path in source_files("notebooks") if path.endswith(".ipynb")}
 
 
-def test_the_wheel_checks_itself_in_an_empty_environment(empty_environment, tmp_path):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    run = {"cwd": tmp_path, "env": clean}
-    where = processes.run([empty_environment / "python", "-c", "import moeblaze_ref as m; print(m.__file__)"], **run)
-    assert where.stdout.startswith(str(empty_environment.parent)), where.stderr
-    check = processes.run([empty_environment / "moeblaze", "check", "--stage", "dispatch", "--json"], **run)
+def test_what_the_set_up_cell_adds_is_listed():
+    """Beside the packages that every host has."""
+    text = (ROOT / "docs" / "install.md").read_text()
+    (listed,) = re.findall(r"the cell adds these packages and what they\s+require: (.*?)\.\n", text, re.DOTALL)
+    declared = {Requirement(line).name for line in PROJECT["dependencies"]}
+    assert set(re.findall(r"`(\S+)`", listed)) == declared - {"torch", "numpy", "numba", "jupyterlab"}
+
+
+def test_a_host_has_none_of_the_optional_packages(host):
+    hidden = {"ortools", "pandas", "pytest", "sphinx"}
+    assert hidden <= set(undeclared_modules())
+    for name in hidden:
+        assert "ModuleNotFoundError" in host.run("python", "-c", f"import {name}").stderr
+
+
+def test_the_wheel_checks_itself_on_a_host(host, tmp_path):
+    where = host.run("python", "-c", "import moeblaze_ref as m; print(m.__file__)", cwd=tmp_path)
+    assert where.stdout.startswith(str(host.folder)), where.stderr
+    check = host.run("moeblaze", "check", "--stage", "dispatch", "--json", cwd=tmp_path)
     assert check.returncode == 0, check.stdout + check.stderr
     passed = {row["backend"] for row in json.loads(check.stdout) if row["available"] and row["ok"]}
     assert {"numpy", "numba", "simt"} <= passed
+
+
+def test_the_wheel_starts_jupyterlab_in_an_empty_folder(host, tmp_path):
+    lab = host.run("moeblaze", "lab", "--version", cwd=tmp_path)
+    assert lab.returncode == 0, lab.stdout + lab.stderr
+    assert lab.stdout.endswith(f"\n{importlib.metadata.version('jupyterlab')}\n")
+    assert (tmp_path / "moeblaze_course" / "docs" / "install.md").is_file()
+
+
+def test_what_needs_or_tools_says_what_to_install(host, tmp_path):
+    said = host.run("moeblaze", "place", "--synthetic", "2x8x2", "--gpus", "2", cwd=tmp_path)
+    assert said.returncode == 2
+    assert said.stderr == "error: OR-Tools is not installed: pip install 'moeblaze_ref[placement]'\n"

@@ -1,6 +1,5 @@
 """``moeblaze lab``: the notebooks in JupyterLab."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +23,6 @@ def lab(
     from moeblaze_ref.course.notebook import copies
 
     with user_errors():
-        if importlib.util.find_spec("jupyterlab") is None:
-            raise ValueError("JupyterLab is not installed: pip install 'moeblaze_ref[notebooks]'")
         number = copies.copy(folder)
     print_text(f"{number} new notebooks in {folder / 'notebooks'}; those that you had are kept")
     command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={folder.resolve()}"]

@@ -1,22 +1,24 @@
-"""Where the package, its documentation and its kernels are."""
+"""Where the package, its documentation and its kernels are: side by side in a checkout, in the package in a wheel."""
 
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
 ROOT = PACKAGE.parent  # of a checkout
-DOCS = ROOT / "docs"  # of a checkout: a wheel has none
-
-
-def kernels_dir() -> Path:
-    """Return the folder of the raw CUDA sources: beside the package in a checkout, inside it in a wheel."""
-    return _packaged("kernels_cuda")
-
-
-def notebooks_dir() -> Path:
-    """Return the folder of the notebooks: beside the package in a checkout, inside it in a wheel."""
-    return _packaged("notebooks")
 
 
 def _packaged(name: str) -> Path:
     inside = PACKAGE / name
     return inside if inside.exists() else ROOT / name
+
+
+DOCS = _packaged("docs")
+
+
+def kernels_dir() -> Path:
+    """Return the folder of the raw CUDA sources."""
+    return _packaged("kernels_cuda")
+
+
+def notebooks_dir() -> Path:
+    """Return the folder of the notebooks."""
+    return _packaged("notebooks")

@@ -52,13 +52,6 @@ def test_the_notebooks_themselves_are_not_opened(started):
     assert not started.called
 
 
-def test_without_jupyterlab_it_says_what_to_install(tmp_path, monkeypatch, started):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = moeblaze("lab", "--folder", tmp_path)
-    assert done.exit_code == 2 and "pip install 'moeblaze_ref[notebooks]'" in " ".join(done.output.split())
-    assert not started.called and not any(tmp_path.iterdir())
-
-
 def test_the_makefile_opens_copies_that_git_ignores():
     assert "\tmoeblaze lab\n" in (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
     assert "/moeblaze_course/" in (ROOT / ".gitignore").read_text().splitlines()

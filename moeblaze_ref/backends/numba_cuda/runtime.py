@@ -47,12 +47,16 @@ def _import_cuda(executor: str, reason: str):
 
     Raises
     ------
+    ImportError
+        If numba-cuda is not installed.
     RuntimeError
         If ``numba.cuda`` was imported earlier for the other executor: that cannot be undone.
     """
     if executor == "simulator":
         os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
     os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")  # a course launches small grids
+    # numba-cuda in place of Numba's own numba.cuda. A Python that started before its installation has not done it yet.
+    import _numba_cuda_redirector  # noqa: F401
     from numba.core import config
 
     config.reload_config()  # numba reads the variables when it is imported, which may have happened already

@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from moeblaze_ref.core.paths import PACKAGE, ROOT, kernels_dir, notebooks_dir
+from moeblaze_ref.core.paths import DOCS, PACKAGE, kernels_dir, notebooks_dir
 
-LINKED = (ROOT / "docs", PACKAGE, kernels_dir())  # what notebooks link to
+LINKED = (DOCS, PACKAGE, kernels_dir())  # what notebooks link to
 
 
 def copy(folder: Path, source: Path | None = None) -> int:
@@ -40,7 +40,7 @@ def copy(folder: Path, source: Path | None = None) -> int:
         shutil.copy(source / path, folder / "notebooks" / path)
     for target in LINKED:
         link = folder / target.name
-        if target.exists() and not link.exists():
+        if not link.exists():
             link.unlink(missing_ok=True)  # of a checkout that has moved
             link.symlink_to(target, target_is_directory=True)
     return len(new)

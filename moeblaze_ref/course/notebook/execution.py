@@ -53,10 +53,12 @@ class _ThisPython(AsyncKernelManager):
     """Starts kernels with the Python that runs this, whatever kernels are installed."""
 
     client_factory = _WatchfulClient
-    kernel_spec = KernelSpec(
-        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"],
-        **METADATA["kernelspec"],
-    )
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """How a kernel starts."""
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
+        return KernelSpec(argv=argv, **METADATA["kernelspec"])
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, cell_seconds: int = 600) -> nbformat.NotebookNode:
