@@ -41,7 +41,11 @@ def check(
     block: Annotated[str | None, kernel_option(help="Threads of a block.")] = None,
     shared_bytes: Annotated[str | None, kernel_option(help="Dynamic ones.")] = None,
     budget: Annotated[
-        list[str] | None, kernel_option(help="Such as 'written <= 4 R h' or 'read of x <= 4 R d'; repeatable.")
+        list[str] | None,
+        kernel_option(
+            help="Such as 'read of x <= 4 R d' or 'threads >= R h'; repeatable. It limits read, written, sectors or "
+            "conflicts, or how threads divide the work: accesses, barriers or threads."
+        ),
     ] = None,
     activation: Annotated[str | None, kernel_option(help="Default: swiglu.")] = None,
     dtype: Annotated[str | None, kernel_option(help="Default: float32.")] = None,

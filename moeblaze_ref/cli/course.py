@@ -24,7 +24,7 @@ OPEN_NETWORK = (
 
 @course.command("list")
 def list_(as_json: AsJson = False):
-    """List the exercises, and the day on which you solved each."""
+    """List the exercises with their difficulty from 1 to 3, and the day on which you solved each."""
     from rich.table import Table
 
     from moeblaze_ref.course.exercises import progress
@@ -37,6 +37,7 @@ def list_(as_json: AsJson = False):
             "sheet": sheet.course,
             "exercise": one.name,
             "kind": one.kind,
+            "difficulty": one.difficulty,
             "solved": days.get(one.name),
             "level": levels.get(one.name),
         }
@@ -45,9 +46,9 @@ def list_(as_json: AsJson = False):
     ]
 
     def table() -> Table:
-        shown = Table("sheet", "exercise", "kind", "solved", "level", caption=f"{len(days)} of {len(rows)} solved")
+        shown = Table(*rows[0], caption=f"{len(days)} of {len(rows)} solved")
         for row in rows:
-            shown.add_row(*(value or "" for value in row.values()))
+            shown.add_row(*(str(value or "") for value in row.values()))
         return shown
 
     show(as_json, rows, table)
@@ -60,9 +61,9 @@ def reset(
         "moeblaze_course/notebooks/exercises"
     ),
 ):
-    """Give an exercise's cell its first text again, and forget that you solved it."""
+    """Give an exercise's cell and editor their first text again, and forget that you solved it."""
     from moeblaze_ref.core import checks
-    from moeblaze_ref.course.exercises import notebooks, progress
+    from moeblaze_ref.course.exercises import drafts, notebooks, progress
     from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 
     with user_errors():
@@ -70,6 +71,7 @@ def reset(
         (sheet,) = (sheet for sheet in SHEETS if exercise in {one.name for one in sheet.exercises})
         path = folder / f"{sheet.course}.ipynb"
         notebooks.reset(exercise, path)
+        drafts.forget(exercise)
         progress.forget(exercise)
     print_text(f"{exercise} is as it was found: {path}")
 

@@ -80,7 +80,7 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
     """Fork, call the work there with a function that sends bytes, and end everything that it started.
 
     The process and its children put temporary files into the folder (``TMPDIR``); the caller removes it. ``gone`` are
-    sentinels of processes without which the work is for nobody.
+    sentinels of the processes that wait for the result: if one of them ends, the work is ended too.
 
     Raises
     ------

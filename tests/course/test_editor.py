@@ -3,21 +3,29 @@
 import hashlib
 import json
 import re
+import shutil
 import struct
 import threading
 
 import pytest
 from IPython.display import Markdown
+from test_cli import moeblaze
 
-from moeblaze_ref.core.paths import PACKAGE
+from moeblaze_ref.core.paths import PACKAGE, ROOT
 from moeblaze_ref.course import exercises
 from moeblaze_ref.course.editor import KernelEditor, messages
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
-from moeblaze_ref.course.exercises.sheets import EXERCISES
+from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 from moeblaze_ref.verify import recording
 
 FOLDER = PACKAGE / "course" / "editor"
-CUDA, NUMBA = EXERCISES["missing-barrier"], EXERCISES["combine"]
+CUDA, NUMBA, CAPSTONE = (EXERCISES[name] for name in ("missing-barrier", "combine", "fused-expert"))
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch, tmp_path):
+    """Each test keeps its own texts."""
+    monkeypatch.setenv("MOEBLAZE_PROGRESS", str(tmp_path / "progress.json"))
 
 
 class SaysAtOnce(Desk):
@@ -70,6 +78,30 @@ def test_it_opens_with_the_unsolved_kernel_and_hints_are_of_it():
     assert (editor.text, editor.language, editor.limit) == (CUDA.unsolved, "c++", 120)
     assert any(hint in exercises.hint().data for hint in CUDA.hints)
     assert exercises.edit("combine").language == "python"
+    assert exercises.edit("fused-expert").text == CAPSTONE.unsolved
+
+
+def test_a_text_outlives_its_editor_until_the_exercise_is_reset(tmp_path, monkeypatch):
+    editor = KernelEditor("combine", SaysAtOnce("right"))
+    editor.text = "typed"  # by the page
+    assert KernelEditor("combine", Desk()).text == "typed"
+    press(editor, "check", "checked")
+    again = KernelEditor("combine", Desk())
+    assert (again.text, again.unsolved) == ("checked", NUMBA.unsolved)
+    assert KernelEditor("missing-barrier", Desk()).text == CUDA.unsolved
+
+    (sheet,) = (ROOT / "notebooks" / "exercises" / f"{one.course}.ipynb" for one in SHEETS if NUMBA in one.exercises)
+    shutil.copy(sheet, tmp_path)
+    assert moeblaze("course", "reset", "combine", "--folder", tmp_path).exit_code == 0
+    assert KernelEditor("combine", Desk()).text == NUMBA.unsolved
+
+
+def test_a_text_that_cannot_be_kept_is_said(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("MOEBLAZE_PROGRESS", str(tmp_path / "file" / "progress.json"))
+    (tmp_path / "file").touch()
+    editor = KernelEditor("combine", SaysAtOnce("right"))
+    editor.text = "mine"
+    assert "your text of combine is not kept" in capsys.readouterr().err and editor.text == "mine"
 
 
 @pytest.mark.parametrize(
@@ -163,8 +195,8 @@ def test_a_verdict_is_on_the_lines_that_it_names(said, lines):
 
 @pytest.mark.parametrize("exercise", [CUDA, NUMBA], ids=lambda exercise: exercise.language)
 def test_the_line_that_declares_a_kernel_is_found(exercise):
-    number = messages.declaration(exercise.solution, exercise.kernel.name)
-    assert re.search(rf"(void|def) {exercise.kernel.name}\(", exercise.solution.splitlines()[number - 1])
+    number = messages.declaration(exercise.solution, exercise.entry)
+    assert re.search(rf"(void|def) {exercise.entry}\(", exercise.solution.splitlines()[number - 1])
     assert messages.declaration("", "mine") == 1
 
 
@@ -262,6 +294,12 @@ def test_a_fault_is_on_its_line():
     (fault,) = editor.marks
     assert fault["line"] == line_of(wild, "lengths[expert + 1000]") and "out-of-bounds write" in fault["message"]
     assert editor.warps
+
+
+def test_a_capstone_is_launched_as_its_header_says():
+    editor = KernelEditor("fused-expert", Desk())
+    press(editor, "step", CAPSTONE.solutions["bronze"])
+    assert not editor.verdict and editor.warps[0] == "block 0, warp 0" and "expert_up" in editor.alt
 
 
 def test_a_numba_kernel_has_no_stepper():

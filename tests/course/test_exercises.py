@@ -155,6 +155,14 @@ def test_the_notebooks_are_written_from_the_sheets(path):
         assert (path.parent / target).is_file(), target
 
 
+@pytest.mark.parametrize("name", [*KERNELS, "fused-expert"])
+def test_the_cell_above_a_kernel_opens_the_editor(name):
+    (sheet,) = (sheet for sheet in SHEETS if EXERCISES[name] in sheet.exercises)
+    cells = notebooks.exercise_notebook(sheet).cells
+    (answer,) = (at for at, cell in enumerate(cells) if cell.id == f"{name}-answer")
+    assert cells[answer - 1].source == f'edit("{name}")'
+
+
 def test_no_other_notebook_lies_among_them():
     assert {path for kind in ("exercises", "solutions") for path in (ROOT / "notebooks" / kind).iterdir()} == {*FILES}
 

@@ -268,7 +268,11 @@ def test_what_is_solved_is_listed_until_it_is_reset(own):
     rows = {row["exercise"]: row for row in json.loads(moeblaze("course", "list", "--json").stdout)}
     assert rows.keys() == EXERCISES.keys() and rows["first-wall"]["solved"] == datetime.date.today().isoformat()
     assert [name for name, row in rows.items() if row["solved"]] == ["first-wall"]
-    assert f"1 of {len(EXERCISES)} solved" in moeblaze("course", "list").stdout
+    assert {name: row["difficulty"] for name, row in rows.items()} == {
+        name: exercise.difficulty for name, exercise in EXERCISES.items()
+    }
+    listed = moeblaze("course", "list").stdout
+    assert f"1 of {len(EXERCISES)} solved" in listed and "difficulty" in listed
 
     path = Path("moeblaze_course/notebooks/exercises/00_memory_wall.ipynb")
     before = path.read_text()

@@ -55,7 +55,9 @@ def test_a_source_has_each_question_locked_each_answer_open_and_a_test_with_poin
         assert (answer["locked"], answer["solution"], answer["grade"]) == (False, True, False)
         assert (test["locked"], test["solution"], test["grade"]) == (True, False, True)
         assert test["points"] == MINUTES[exercise.kind]
-    assert len(marks) == 2 + 3 * len(sheet.exercises)
+    editors = [name for name, cell in cells.items() if cell.source.startswith("edit(")]
+    assert all(marks[name]["locked"] for name in editors)
+    assert len(marks) == 2 + 3 * len(sheet.exercises) + len(editors)
     text = "\n".join(cell.source for cell in cells.values() if cell.cell_type == "markdown")
     assert "solutions/" not in text and not re.search(r"\]\((?!https?:)", text), "a link that leads out of the course"
 

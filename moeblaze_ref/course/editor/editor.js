@@ -99,6 +99,9 @@ function render({ model, el }) {
         copied.textContent = "Copied";
         setTimeout(() => (copied.textContent = "Copy as cell"), 2000);
     });
+    const again = button("Start again", "Show the exercise's first text; Ctrl-Z brings yours back", () =>
+        view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: model.get("unsolved") } }),
+    );
     const bar = element("progress", { max: model.get("limit") });
     const elapsed = element("span");
     const running = element("span", { className: "moeblaze-running" }, bar, elapsed, stop);
@@ -224,7 +227,7 @@ function render({ model, el }) {
 
     el.classList.add("moeblaze-editor");
     el.dataset.lmSuppressShortcuts = "true"; // JupyterLab leaves the keys to the editor
-    const bars = element("div", { className: "moeblaze-bar" }, run, step, copied, running);
+    const bars = element("div", { className: "moeblaze-bar" }, run, step, copied, again, running);
     el.append(bars, view.dom, verdict, stepper);
 
     return () => {

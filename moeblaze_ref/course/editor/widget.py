@@ -15,6 +15,7 @@ from traitlets import Bool, Bytes, Dict, Int, List, Unicode
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.course.editor import messages
+from moeblaze_ref.course.exercises import drafts
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
 from moeblaze_ref.course.notebook.pictures import alt_text
 from moeblaze_ref.course.notebook.stepper import Stepper
@@ -25,7 +26,7 @@ FOLDER = Path(__file__).parent
 
 
 class KernelEditor(anywidget.AnyWidget):
-    """An editor of one kernel exercise.
+    """An editor of one kernel exercise, with the text that was last written for it.
 
     Parameters
     ----------
@@ -45,6 +46,7 @@ class KernelEditor(anywidget.AnyWidget):
 
     name = Unicode().tag(sync=True)
     language = Unicode().tag(sync=True)  #: "c++" or "python"
+    unsolved = Unicode().tag(sync=True)
     text = Unicode().tag(sync=True)
     limit = Int().tag(sync=True)  #: seconds that a check may take
     doing = Unicode().tag(sync=True)  #: "check", "step", or empty if nothing runs
@@ -64,13 +66,15 @@ class KernelEditor(anywidget.AnyWidget):
     def __init__(self, name: str, desk: Desk):
         exercise = desk.kernel(name)
         limit = int(desk.limits.seconds)
-        super().__init__(name=name, language=exercise.language, text=exercise.unsolved, limit=limit)
+        text = drafts.read(name) or exercise.unsolved
+        super().__init__(name=name, language=exercise.language, unsolved=exercise.unsolved, text=text, limit=limit)
         self.exercise, self._desk = exercise, desk
         self._problem = ""  # of the last check
         self._stepper: Stepper | None = None
         self._thread: threading.Thread | None = None
         self._stopping: Connection | None = None
         self.on_msg(self._asked)
+        self.observe(lambda change: drafts.keep(name, change.new), "text")
         self.observe(self._choose_warp, "warp")
         self.observe(self._draw, "step")
 
@@ -159,13 +163,12 @@ class KernelEditor(anywidget.AnyWidget):
     def _recorded(self, stop: Connection) -> LaunchRecord:
         """A launch on the case in which the last check failed, else on the first."""
         exercise = self.exercise
-        options: dict[str, Any] = {"shape": self._problem, "stop": [stop], **exercise.kernel.launch}
-        kernel, limits = exercise.kernel.name, self._desk.limits
-        return recording.record(exercise.file, self.text, kernel, exercise.task, limits, **options)
+        options: dict[str, Any] = {"shape": self._problem, "stop": [stop], **exercise.launch}
+        return recording.record(exercise.file, self.text, exercise.entry, exercise.task, self._desk.limits, **options)
 
     def _tell_wrong(self, said: str, found: list[messages.Message]):
         """Show what was said; without a message on a line, its first part is on the line that declares the kernel."""
-        line = messages.declaration(self.text, self.exercise.kernel.name)
+        line = messages.declaration(self.text, self.exercise.entry)
         otherwise = messages.Message(line, "error", said.partition("\n\n")[0])
         self._tell(_plain(said), right=False, found=found or [otherwise])
 

@@ -10,7 +10,7 @@ from IPython.display import Markdown
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.units import GB, GIB, KIB, MB, MIB
-from moeblaze_ref.course.exercises.exercise import CodeExercise, Construction, Exercise, KernelExercise, Prediction
+from moeblaze_ref.course.exercises.exercise import CodeExercise, Construction, Exercise, Prediction, WithKernel
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 from moeblaze_ref.course.notebook.markdown import cell_text, table
 from moeblaze_ref.verify import guard, in_subprocess
@@ -121,9 +121,9 @@ class Desk:
             self.on_solved(f"{exercise.name}/{level}")
         return Markdown(f"**{found.praise}.** {exercise.why}\n\n```text\n{found.report}\n```")
 
-    def kernel(self, name: str) -> KernelExercise:
+    def kernel(self, name: str) -> WithKernel:
         """The exercise of a kernel, from now on the one tried last; the error is that of `check`."""
-        exercise: KernelExercise = self._open(name, KernelExercise)
+        exercise: WithKernel = self._open(name, WithKernel)
         return exercise
 
     def hint(self, name: str | None = None) -> Markdown:
@@ -136,7 +136,7 @@ class Desk:
         exercise = self._asked_for(name)
         return Markdown(f"```{exercise.language}\n{exercise.solution.rstrip()}\n```\n\n{exercise.why}")
 
-    def _open(self, name: str, kind: type) -> Any:
+    def _open(self, name: str, kind: Any) -> Any:
         """The exercise, from now on the one tried last."""
         exercise = EXERCISES[checks.check_name("exercise", name, EXERCISES)]
         if not isinstance(exercise, kind):

@@ -3,6 +3,7 @@
 import itertools
 import pkgutil
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -138,7 +139,7 @@ class Checked(NamedTuple):
     levels: tuple[str, ...] = ()  #: those of `LEVELS` that a capstone has reached, from the easiest
 
 
-class CodeExercise(_Stated):
+class CodeExercise(_Stated, ABC):
     """An exercise whose cell is code below ``%%check NAME``, which a confined process runs."""
 
     call = "begins with %%check"
@@ -147,6 +148,7 @@ class CodeExercise(_Stated):
         """The notebook's cell that hands the code to its check."""
         return f"%%check {self.name}\n{text.rstrip()}"
 
+    @abstractmethod
     def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
         """Check a reader's code, the text below the first line of its cell; ``stop`` is that of `examine_text`.
 
@@ -155,7 +157,6 @@ class CodeExercise(_Stated):
         ValueError, TypeError, OSError
             If the code does not compile or fit, does not end, or ends its process.
         """
-        raise NotImplementedError
 
 
 def as_found(name: str, solution: str, changes: Iterable[tuple[str, str]]) -> str:
@@ -204,6 +205,16 @@ class KernelExercise(CodeExercise):
         return self.kernel.language
 
     @property
+    def entry(self) -> str:
+        """The name of the function that is launched."""
+        return self.kernel.name
+
+    @property
+    def launch(self) -> dict[str, str | None]:
+        """Options of the checker."""
+        return self.kernel.launch
+
+    @property
     def solution(self) -> str:
         """The right kernel's whole text."""
         return self.kernel.text
@@ -220,9 +231,9 @@ class KernelExercise(CodeExercise):
 
     def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
         """Check a kernel by `checker.examine`."""
-        budgets, launch = (*self.budgets, *self.division), self.kernel.launch
+        budgets = *self.budgets, *self.division
         verdict = in_subprocess.examine_text(
-            self.file, text, self.kernel.name, self.task, limits, stop, budgets=budgets, **launch
+            self.file, text, self.entry, self.task, limits, stop, budgets=budgets, **self.launch
         )
         return Checked(verdict.first_problem, verdict.report)
 
@@ -270,7 +281,7 @@ class Capstone(CodeExercise):
     """A kernel of the reader's own, with budgets of three levels."""
 
     task: str  #: one of ``checker.CONTRACTS``
-    kernel: str  #: the name of the function that is launched
+    entry: str  #: the name of the function that is launched
     cases: Callable[[], list[Any]]  #: of `verify.cases`
     division: tuple[str, ...]  #: budgets of how the threads divide the work, the same for every level
     levels: dict[str, tuple[str, ...]]  #: budgets of memory, by level of `LEVELS`
@@ -278,6 +289,12 @@ class Capstone(CodeExercise):
     solutions: dict[str, str]  #: one for each level
 
     kind, noun, language = "capstone", "capstone", "c++"
+    launch: ClassVar[dict[str, str | None]] = {}  #: the kernel's header states it
+
+    @property
+    def file(self) -> str:
+        """The file name of the reader's cell in compiler messages."""
+        return f"{self.name}.cu"
 
     @property
     def solution(self) -> str:
@@ -287,9 +304,9 @@ class Capstone(CodeExercise):
     def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
         """Check a kernel by `checker.examine`, and say which levels it reaches, and how far the next one is."""
         verdict = in_subprocess.examine_text(
-            f"{self.name}.cu",
+            self.file,
             text,
-            self.kernel,
+            self.entry,
             self.task,
             limits,
             stop,
@@ -312,7 +329,8 @@ def _missed(level: str, results: list[dict[str, Any]]) -> str:
     return next((f"{one['case']}: {one['missed'][level]}" for one in results if one["missed"][level]), "")
 
 
-Exercise = Prediction | Construction | KernelExercise | TorchExercise | Capstone
+WithKernel = KernelExercise | Capstone  #: a kernel, which the editor opens
+Exercise = Prediction | Construction | WithKernel | TorchExercise
 
 
 @dataclass(frozen=True)

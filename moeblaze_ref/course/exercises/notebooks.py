@@ -2,11 +2,13 @@
 
 ``python -m moeblaze_ref.course.exercises.notebooks`` writes them.
 
-A sheet's two notebooks have the same cells, but for the code: unsolved in the one, solved in the other.
+A sheet's two notebooks have the same questions. The one has unsolved code, and a cell that opens the editor above each
+kernel. The other has the solutions.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
@@ -23,6 +25,7 @@ from moeblaze_ref.course.exercises.exercise import (
     Prediction,
     Sheet,
     TorchExercise,
+    WithKernel,
 )
 from moeblaze_ref.course.exercises.kernels import Kernel, helpers
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
@@ -47,8 +50,8 @@ CONSTRUCT = """\
 - **Construct**: replace each `...` by an example, and run the cell. Several examples are right. The project checks
   yours and says what is wrong."""
 CHECK = f"""\
-- **Fill the hole, find the bug**: edit the kernel below `%%check`, and run the cell. The comment `Your part` marks a
-  hole. A bug is not marked.
+- **Fill the hole, find the bug**: run the cell `edit("NAME")`, change the kernel in the editor, and press Run. The
+  comment `Your part` marks a hole. A bug is not marked.
 - **The check** is that of `moeblaze check --kernel`. It needs no GPU. It runs the kernel on small hard cases in a
   process of its own, with several orders of the threads. Outputs start as poison, and every access is checked and
   counted. The first check is the slowest, because it loads the checker. A check ends after {LIMIT_SECONDS} seconds.
@@ -69,10 +72,10 @@ TORCH = (
     "results with what plain torch computes in float64, in another process. The report has a line for each case."
 )
 CAPSTONE = (
-    "- **Capstone**: write a kernel below `%%check` and run the cell. The table in its header states the launch; "
-    "change the grid, the block and the shared bytes as you like. The kernel is checked like any other, without a GPU. "
-    "It must be right, and its threads must divide the work. Its counted bytes then decide the level: the report says "
-    "which level it reaches, and how far the next one is.\n"
+    '- **Capstone**: run the cell `edit("NAME")`, write the kernel in the editor, and press Run. The table in its '
+    "header states the launch; change the grid, the block and the shared bytes as you like. The kernel is checked like "
+    "any other, without a GPU. It must be right, and its threads must divide the work. Its counted bytes then decide "
+    "the level: the report says which level it reaches, and how far the next one is.\n"
     "- **Names**: `EMPTY`, `THREADS` and the other names of the project's headers are those of the "
     "[sheet of notebook 3](03_gather_gemm_swiglu.ipynb). All bytes are those that threads ask for, in float32."
 )
@@ -83,9 +86,9 @@ ASK = """\
   that you tried last, or about the one that you name: `hint("NAME")`."""
 
 EDIT = """\
-- **Editor**: `edit("NAME")` in a new cell opens a kernel in an editor; `NAME` is the word after `%%check`. Its buttons
-  run the check, show each message on its line, and step through a CUDA kernel.
-  [Exercises](../../docs/exercises.md) says how to use it."""
+- **Editor**: it shows each message on its line, steps through a CUDA kernel, and keeps your text.
+  [Exercises](../../docs/exercises.md) says how to use it. You can also change the kernel in the cell below it, which
+  begins with `%%check`, and run that cell. JupyterLab colours all of it as Python."""
 
 
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
@@ -93,9 +96,10 @@ def exercise_notebook(sheet: Sheet) -> NotebookNode:
     texts = {
         Prediction: PREDICT,
         Construction: CONSTRUCT,
-        KernelExercise: f"{CHECK}\n{EDIT}",
+        KernelExercise: CHECK,
         TorchExercise: TORCH,
         Capstone: CAPSTONE,
+        WithKernel: EDIT,
     }
     how = "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
     return _notebook(sheet, "Exercises", how, solved=False)
@@ -107,7 +111,7 @@ def solution_notebook(sheet: Sheet) -> NotebookNode:
     return _notebook(sheet, "Solutions", other, solved=True)
 
 
-def _has(sheet: Sheet, kind: type) -> bool:
+def _has(sheet: Sheet, kind: Any) -> bool:
     return any(isinstance(exercise, kind) for exercise in sheet.exercises)
 
 
@@ -118,6 +122,8 @@ def _notebook(sheet: Sheet, what: str, how: str, solved: bool) -> NotebookNode:
     ]
     for place, exercise in enumerate(sheet.exercises, start=1):
         cells.append(new_markdown_cell("\n\n".join(_question(place, exercise)), id=exercise.name))
+        if isinstance(exercise, WithKernel) and not solved:
+            cells.append(new_code_cell(f'edit("{exercise.name}")', id=f"{exercise.name}-edit"))
         text = exercise.solution if solved else exercise.unsolved
         cells.append(new_code_cell(exercise.cell(text), id=f"{exercise.name}-answer"))
         if solved:

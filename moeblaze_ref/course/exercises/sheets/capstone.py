@@ -119,7 +119,7 @@ EXERCISES: tuple[Exercise, ...] = (
             With a GPU, `moeblaze check --kernel mine.cu:expert_up --task expert_up --backend cuda` runs the kernel
             there; the levels are counted without one.""",
         task="expert_up",
-        kernel="expert_up",
+        entry="expert_up",
         cases=cases,
         levels={
             "bronze": (
