@@ -103,8 +103,11 @@ inline float fast_reciprocal(float x) { return 1.0f / x; }
 template <unsigned DEPTH>
 SIMT_PLAIN void simt_multiply(const float (&a)[16][DEPTH], const float (&b)[DEPTH][8], unsigned lane, float* d) {
     const unsigned g = lane / 4, t = lane % 4;
-    for (unsigned i = 0; i < 4; ++i)
-        for (unsigned k = 0; k < DEPTH; ++k) d[i] += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2];
+    for (unsigned i = 0; i < 4; ++i) {
+        float sum = d[i];
+        for (unsigned k = 0; k < DEPTH; ++k) sum += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2];
+        d[i] = sum;
+    }
 }
 
 template <class Element>
@@ -112,17 +115,20 @@ struct SimtMma {
     unsigned a[4], b[2];
     float* d;
 
-    static float element(unsigned word, unsigned half) { return float(reinterpret_cast<const Element*>(&word)[half]); }
+    SIMT_UNSEEN static float element(unsigned word, unsigned half) {
+        return float(reinterpret_cast<const Element*>(&word)[half]);
+    }
     // Lane 4 g + t holds rows g and g + 8 of A and D, column g of B; t says which neighbours.
-    static void exchange(void* const* lanes) {
+    SIMT_UNSEEN static void exchange(void* const* lanes) {
         float a[16][16], b[16][8];
-        simt_each_lane<SimtMma>(lanes, [&](unsigned lane, SimtMma& mine) {
+        simt_each_lane<SimtMma>(lanes, [&](unsigned lane, SimtMma& mine) SIMT_UNSEEN {
             const unsigned g = lane / 4, t = lane % 4;
             for (unsigned i = 0; i < 8; ++i)
                 a[g + 8 * (i / 2 % 2)][2 * t + i % 2 + 8 * (i / 4)] = element(mine.a[i / 2], i % 2);
             for (unsigned i = 0; i < 4; ++i) b[2 * t + i % 2 + 8 * (i / 2)][g] = element(mine.b[i / 2], i % 2);
         });
-        simt_each_lane<SimtMma>(lanes, [&](unsigned lane, SimtMma& mine) { simt_multiply(a, b, lane, mine.d); });
+        simt_each_lane<SimtMma>(lanes,
+                                [&](unsigned lane, SimtMma& mine) SIMT_UNSEEN { simt_multiply(a, b, lane, mine.d); });
     }
 };
 template <class Element>
@@ -136,15 +142,15 @@ struct SimtMmaTf32 {
     float* d;
 
     // Lane 4 g + t holds rows g and g + 8 of A and D, column g of B; of the depth t and t + 4.
-    static void exchange(void* const* lanes) {
+    SIMT_UNSEEN static void exchange(void* const* lanes) {
         float a[16][8], b[8][8];
-        simt_each_lane<SimtMmaTf32>(lanes, [&](unsigned lane, SimtMmaTf32& mine) {
+        simt_each_lane<SimtMmaTf32>(lanes, [&](unsigned lane, SimtMmaTf32& mine) SIMT_UNSEEN {
             const unsigned g = lane / 4, t = lane % 4;
             for (unsigned i = 0; i < 4; ++i) a[g + 8 * (i % 2)][t + 4 * (i / 2)] = __int_as_float(mine.a[i]);
             for (unsigned i = 0; i < 2; ++i) b[t + 4 * i][g] = __int_as_float(mine.b[i]);
         });
-        simt_each_lane<SimtMmaTf32>(lanes,
-                                    [&](unsigned lane, SimtMmaTf32& mine) { simt_multiply(a, b, lane, mine.d); });
+        simt_each_lane<SimtMmaTf32>(
+            lanes, [&](unsigned lane, SimtMmaTf32& mine) SIMT_UNSEEN { simt_multiply(a, b, lane, mine.d); });
     }
 };
 inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], SIMT_HERE) {
@@ -163,11 +169,11 @@ struct SimtLdmatrix {
     const unsigned short* row;
     unsigned* registers;
 
-    static void exchange(void* const* lanes) {
-        simt_each_lane<SimtLdmatrix>(lanes, [lanes](unsigned lane, SimtLdmatrix& mine) {
+    SIMT_UNSEEN static void exchange(void* const* lanes) {
+        simt_each_lane<SimtLdmatrix>(lanes, [lanes](unsigned lane, SimtLdmatrix& mine) SIMT_UNSEEN {
             const unsigned g = lane / 4, t = lane % 4;
             for (unsigned matrix = 0; matrix < 4; ++matrix) {
-                auto at = [&](unsigned r, unsigned c) {
+                auto at = [&](unsigned r, unsigned c) SIMT_UNSEEN {
                     return unsigned(static_cast<SimtLdmatrix*>(lanes[8 * matrix + r])->row[c]);
                 };
                 mine.registers[matrix] =

@@ -26,7 +26,8 @@
 #define __grid_constant__
 
 // Functions of the executor itself: their memory accesses are not the kernel's.
-#define SIMT_PLAIN __attribute__((noinline, no_sanitize("thread")))
+#define SIMT_UNSEEN __attribute__((no_sanitize("thread")))
+#define SIMT_PLAIN __attribute__((noinline)) SIMT_UNSEEN
 #define SIMT_EXPORT extern "C" __attribute__((visibility("default"))) SIMT_PLAIN
 
 // Last parameters of a built-in, and what it passes on: where in the source it was called.
