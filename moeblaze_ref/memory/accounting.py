@@ -13,6 +13,7 @@ Symbols as in the MoEBlaze paper: L, d, h, E, k. GiB is 2**30 bytes, GB is 1e9.
 import math
 import operator
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -160,13 +161,14 @@ class Account:
     @property
     def peak_bytes(self) -> int:
         """Most bytes alive at one time in the forward: kept so far, and the transients not yet freed."""
-        birth = {tensor.name: time for time, tensor in enumerate(self.tensors)}
-
-        def alive(time: int) -> int:
-            born = self.tensors[: time + 1]
-            return sum(tensor.bytes for tensor in born if tensor.until is None or birth[tensor.until] >= time)
-
-        return max(alive(time) for time in birth.values())
+        alive = peak = 0
+        last_used: Counter[str | None] = Counter()  # bytes, by the tensor whose birth is their last use
+        for tensor in self.tensors:
+            alive += tensor.bytes
+            last_used[tensor.until] += tensor.bytes
+            peak = max(peak, alive)
+            alive -= last_used[tensor.name]
+        return peak
 
 
 class _Case:

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -102,8 +102,15 @@ def examine_text(
     return _ask(_server(), limits, functools.partial(_examined, question), stop)
 
 
-def confined(work: Callable[[guard.Send], None], limits: guard.Limits, stop: Iterable[Connection] = ()) -> guard.Ended:
+def confined(
+    work: Callable[[guard.Send], None],
+    limits: guard.Limits,
+    stop: Iterable[Connection] = (),
+    preload: Sequence[str] = (),
+) -> guard.Ended:
     """`guard.run` of a function that can be pickled, in a process that nothing of this one's memory reaches.
+
+    ``preload`` names modules that the server imports too, if this call starts it. Each later process has them then.
 
     Raises
     ------
@@ -112,7 +119,7 @@ def confined(work: Callable[[guard.Send], None], limits: guard.Limits, stop: Ite
     KeyboardInterrupt
         As `examine_text`.
     """
-    return _ask(_server(), limits, functools.partial(_run, work), stop)
+    return _ask(_server(preload), limits, functools.partial(_run, work), stop)
 
 
 class _Question(NamedTuple):
@@ -125,10 +132,10 @@ class _Question(NamedTuple):
     text: str | None = None  #: what is in the file of the kernel, if the file has yet to be written
 
 
-@functools.cache
-def _server() -> ForkServerContext:
+def _server(more: Sequence[str] = ()) -> ForkServerContext:
+    """The context whose server has imported `PRELOADED`, and these modules if it has not started yet."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"moeblaze_ref.{module}" for module in PRELOADED])
+    context.set_forkserver_preload([*(f"moeblaze_ref.{module}" for module in PRELOADED), *more])
     return context
 
 

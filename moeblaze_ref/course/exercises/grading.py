@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moeblaze_ref.core.units import GIB
+from moeblaze_ref.course.exercises.answers import read_answers, send_answers
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
 from moeblaze_ref.course.exercises.exercise import CodeExercise, Prediction
 from moeblaze_ref.course.exercises.sheets import EXERCISES
-from moeblaze_ref.course.exercises.submission import Submission, read, read_answers, send_answers
+from moeblaze_ref.course.exercises.submission import Submission, read
 from moeblaze_ref.verify import guard, in_subprocess
 
 LIMITS = guard.Limits(in_subprocess.LIMIT_SECONDS, resident_bytes=2 * GIB)
@@ -53,11 +54,7 @@ def submissions(folder: Path) -> list[Path]:
 
 def open_network() -> bool:
     """Whether this system lets a submission reach the network, which the guard otherwise refuses."""
-    return guard.NO_NETWORK in in_subprocess.confined(_nothing, LIMITS).refused
-
-
-def _nothing(send: guard.Send) -> None:
-    pass
+    return guard.NO_NETWORK in _run((), LIMITS).refused
 
 
 def jobs_of(limits: guard.Limits) -> int:
@@ -106,10 +103,15 @@ def _answers(submission: Submission, limits: guard.Limits) -> dict[str, dict[str
     if not submission.answered:
         return {}
     try:
-        ended = in_subprocess.confined(functools.partial(send_answers, submission.cells), limits)
+        return read_answers(_run(submission.cells, limits).sent)
     except (TimeoutError, ChildProcessError) as error:
         return {name: {"stopped": str(error)} for name in submission.answered}
-    return read_answers(ended.sent)
+
+
+def _run(cells: tuple[str, ...], limits: guard.Limits) -> guard.Ended:
+    """Run cells confined. What they need is imported once for all submissions."""
+    work = functools.partial(send_answers, cells)
+    return in_subprocess.confined(work, limits, preload=[send_answers.__module__])
 
 
 class _Verdict(NamedTuple):
