@@ -162,6 +162,8 @@ class CodeExercise(_Stated, ABC):
 def as_found(name: str, solution: str, changes: Iterable[tuple[str, str]]) -> str:
     """Return the text that a reader finds, from a solution and its changes.
 
+    A change is lines of the solution, ``...`` for any between, and what the reader finds in their place.
+
     Raises
     ------
     ValueError
@@ -250,7 +252,7 @@ class TorchExercise(CodeExercise):
 
     project: str  #: a module of `exercises.projects`, a dot, and a project of it, as in "function.SWIGLU"
     solution: str
-    changes: tuple[tuple[str, str], ...]  #: parts of the solution, and what the reader finds in their place
+    changes: tuple[tuple[str, str], ...]  #: each as the ``change`` of a `KernelExercise`
 
     kind, noun, language = "torch", "torch project", "python"
 

@@ -30,17 +30,13 @@ EXPERT_CHANGES = (
     (
         """\
         s = torch.sigmoid(a)
-        act_a, slope = a * s, s * (1 + a * (1 - s))
-        d_y = d_out @ w3.T  # (rows, h)
-        d_a, d_b = d_y * b * slope, d_y * act_a
-        d_x = d_a @ w1.T + d_b @ w2.T
+...
         return d_x, x.T @ d_a, x.T @ d_b, (act_a * b).T @ d_out""",
         """\
         # Your part: the gradients of x, w1, w2 and w3, in the order of the forward's arguments.
         return torch.zeros_like(x), torch.zeros_like(w1), torch.zeros_like(w2), torch.zeros_like(w3)""",
     ),
 )
-
 
 CHECKPOINT = '''\
 import torch
@@ -102,12 +98,7 @@ class Experts(torch.autograd.Function):
         return d_x, d_gates, d_w1, d_w2, d_w3, None, None, None, None
 '''
 CHECKPOINT_CHANGES = (
-    (
-        '''\
-    """The experts of a layer: each token's sum of its rows, times their gates. It saves what Algorithm 1 saves."""''',
-        '''\
-    """The experts of a layer: each token's sum of its rows, times their gates. It saves all that it computes."""''',
-    ),
+    ("It saves what Algorithm 1 saves.", "It saves all that it computes."),
     (
         """\
             x, gates, w1, w2, w3, expert_token_indices, offsets, token_index_map, a, b, y_swi""",
@@ -117,10 +108,7 @@ CHECKPOINT_CHANGES = (
     (
         """\
         x, gates, w1, w2, w3, expert_token_indices, offsets, token_index_map, *hidden = ctx.saved_tensors
-        a, b, y_swi = hidden
-        token, act_a = expert_token_indices.long(), F.silu(a)
-        gate = torch.empty(len(token)).index_copy(0, token_index_map.long(), gates.flatten())
-        routed_x, d_rows = x[token], d_out[token]  # (R, d)
+...
         d_gate = (grouped(d_rows, offsets, w3.transpose(1, 2)) * y_swi).sum(dim=1)  # (R,)""",
         """\
         gates, w1, w2, w3, token, offsets, token_index_map, *computed = ctx.saved_tensors
@@ -153,12 +141,7 @@ COUNTER_CHANGES = (
     (
         """\
     weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
-    kept = {}  # the storages themselves: a freed one's address could be given to the next
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
+...
         return tensor.detach()""",
         """\
     total = 0
@@ -168,12 +151,7 @@ COUNTER_CHANGES = (
         total += tensor.numel() * tensor.itemsize  # your part: what is counted twice, or should not be?
         return tensor""",
     ),
-    (
-        """\
-    return sum(storage.nbytes() for storage in kept.values())""",
-        """\
-    return total""",
-    ),
+    ("return sum(storage.nbytes() for storage in kept.values())", "return total"),
 )
 
 GRAPH = '''\
@@ -190,18 +168,13 @@ def layer(x, wg, w1, w2, w3, k):
     return (weight.T[:, :, None] * y).sum(dim=0)
 '''
 GRAPH_CHANGES = (
+    ("every expert for every token", "one expert after another"),
     (
-        '''\
-    """A Mixture-of-Experts layer, every expert for every token: (L, d)."""
-    probs = torch.softmax(x @ wg, dim=-1)  # (L, E)
-    gates, chosen = probs.topk(k)  # (L, k)
+        """\
     weight = torch.zeros_like(probs).scatter(1, chosen, gates)  # (L, E), 0 where a token does not go
-    y = (F.silu(x @ w1) * (x @ w2)) @ w3  # (E, L, d)
-    return (weight.T[:, :, None] * y).sum(dim=0)''',
-        '''\
-    """A Mixture-of-Experts layer, one expert after another: (L, d)."""
-    probs = torch.softmax(x @ wg, dim=-1)  # (L, E)
-    gates, chosen = probs.topk(k)  # (L, k)
+...
+    return (weight.T[:, :, None] * y).sum(dim=0)""",
+        """\
     out = torch.zeros_like(x)
     for expert in range(wg.shape[1]):
         token, slot = (chosen == expert).nonzero(as_tuple=True)
@@ -210,7 +183,7 @@ GRAPH_CHANGES = (
         rows = x[token]
         y = (F.silu(rows @ w1[expert]) * (rows @ w2[expert])) @ w3[expert]
         out[token] += gates[token, slot, None] * y
-    return out''',
+    return out""",
     ),
 )
 
