@@ -343,7 +343,7 @@ def test_the_set_up_cell_installs_the_wheel_and_nothing_else(host):
 def test_what_the_set_up_cell_adds_is_listed():
     """Beside the packages that every host has."""
     text = (ROOT / "docs" / "install.md").read_text()
-    (listed,) = re.findall(r"the cell adds these packages and what they require:\n\n(.*?)\n\n", text, re.DOTALL)
+    (listed,) = re.findall(r"\| for \| packages \|\n(.*?)\n\n", text, re.DOTALL)
     declared = {Requirement(line).name for line in PROJECT["dependencies"]}
     assert set(re.findall(r"`(\S+)`", listed)) == declared - {"torch", "numpy", "numba", "jupyterlab"}
 
