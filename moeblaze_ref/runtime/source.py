@@ -146,8 +146,7 @@ def edition(file: str, text: str | None = None) -> Edition:
 
 def kernel_text(file: str) -> str:
     """The text of ``kernels_cuda/<file>``; a ValueError if there is no such file."""
-    known = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().rglob("*.cu*"))
-    return (kernels_dir() / checks.check_name("kernel file", file, known)).read_text()
+    return _path(file, "**/*.cu*").read_text()
 
 
 def inlined(file: str) -> str:
@@ -161,10 +160,11 @@ def inlined(file: str) -> str:
     return text
 
 
-def _path(file: str) -> Path:
+def _path(file: str, kernels: str = "*/*.cu") -> Path:
+    """The path of a file in ``kernels_cuda/``; the files are listed only for a message, since that takes far longer."""
     path = kernels_dir() / file
     if not path.is_file():
-        known = sorted(other.relative_to(kernels_dir()).as_posix() for other in kernels_dir().glob("*/*.cu"))
+        known = sorted(other.relative_to(kernels_dir()).as_posix() for other in kernels_dir().glob(kernels))
         checks.check_name("kernel file", file, known)
     return path
 

@@ -289,12 +289,16 @@ def pareto_picture(layers: Mapping[str, Mapping[str, Sequence[Cost]]]) -> Figure
         fastest = [min(cost.seconds for cost in costs) for costs in series.values()]
         for costs, base, filled in zip(series.values(), fastest, FILLED, strict=False):
             _draw_series(axes, costs, base, filled)
-        times = ", ".join(f"{base * 1e3:.3g} ms ({label})" for label, base in zip(series, fastest, strict=True))
+        times = ", ".join(f"{_milliseconds(base)} ({label})" for label, base in zip(series, fastest, strict=True))
         axes.set_title(f"{title}\n0% is {times}", loc="left", fontsize="small")
         axes.set(ylim=(0, None), xlabel="time beyond the fastest, %", ylabel="kept, GiB")
         axes.margins(x=0.12)
     _pareto_legend(figure, layers)
     return figure
+
+
+def _milliseconds(seconds):
+    return f"{np.format_float_positional(seconds * 1e3, 3, fractional=False, trim='-')} ms"
 
 
 def _draw_series(axes, costs, base, filled):
@@ -407,7 +411,7 @@ def budget_picture(name: str, layers: int) -> Figure:
     """
     config = preset(name).config
     figure, axes = panels(9, 4.2)
-    budgets = np.geomspace(0.5, 128, 33)  # GB
+    budgets = np.geomspace(0.5, 128, 17)  # GB
     for policy, color in POLICY_COLORS.items():
         times = [token_seconds(config, policy, layers, int(budget * GB)) * 1e6 for budget in budgets]
         axes.loglog(budgets, times, label=policy, linewidth=2 if policy != "paper" else 1, **drawn(color))
