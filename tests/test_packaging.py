@@ -317,9 +317,9 @@ def test_the_makefile_accepts_the_projects_pythons_and_knows_the_browsers_of_the
 
 
 def source_files(folder):
-    """Every file under a folder of the tree, relative to it."""
+    """Every file under a folder of the tree, relative to it, but for what Python and JupyterLab leave there."""
     paths = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.is_file())
-    return {path.as_posix() for path in paths if "__pycache__" not in path.parts}
+    return {path.as_posix() for path in paths if {"__pycache__", ".ipynb_checkpoints"}.isdisjoint(path.parts)}
 
 
 def test_the_wheel_is_the_package_its_kernels_notebooks_and_documents_and_nothing_else(host):

@@ -163,7 +163,8 @@ def inlined(file: str) -> str:
 def _path(file: str, kernels: str = "*/*.cu") -> Path:
     """The path of a file in ``kernels_cuda/``; the files are listed only for a message, since that takes far longer."""
     path = kernels_dir() / file
-    if not path.is_file():
+    inside = path.is_relative_to(kernels_dir()) and ".." not in path.parts
+    if not (inside and path.suffix in (".cu", ".cuh") and path.is_file()):
         known = sorted(other.relative_to(kernels_dir()).as_posix() for other in kernels_dir().glob(kernels))
         checks.check_name("kernel file", file, known)
     return path

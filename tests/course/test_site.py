@@ -45,7 +45,8 @@ def built(tmp_path_factory):
 
     def build():  # by a process of its own, since Sphinx leaves it changed
         site = tmp_path_factory.mktemp("built") / "site"
-        run = processes.run([sys.executable, "-m", "moeblaze_ref.course.site.build", site], cwd=ROOT)
+        command = [sys.executable, "-m", "moeblaze_ref.course.site.build", site]
+        run = processes.run(command, limit=1100, cwd=ROOT)  # it draws some 300 pictures
         return json.dumps([run.returncode, run.stderr, str(site)])
 
     status, complaints, site = json.loads(made_once(tmp_path_factory, "site.json", build))

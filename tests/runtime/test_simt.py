@@ -14,6 +14,7 @@ import pytest
 from moeblaze_ref.runtime.poison import POISON
 from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.runtime.simt.executor import KernelFault, SharedTraffic, SimtExecutor, Traffic, Work
+from moeblaze_ref.runtime.source import kernel_text
 
 SIMT = SimtExecutor()
 LANES = np.arange(32)
@@ -757,6 +758,12 @@ def test_unknown_files_and_kernels_name_the_nearest():
         SIMT.load("dispatch/1_dense.cu")
     with pytest.raises(ValueError, match="unknown kernel 'cpy'. Did you mean 'copy'"):
         run(COPY, "cpy", x=ints(32), out=ints(32), shift=0)
+
+
+@pytest.mark.parametrize("file", ["../pyproject.toml", "/etc/hostname", "gating/../combine/1_gather.cu", "dispatch"])
+def test_only_kernel_files_are_read(file):
+    with pytest.raises(ValueError, match="unknown kernel file"):
+        kernel_text(file)
 
 
 @pytest.fixture
