@@ -1188,7 +1188,7 @@ def test_the_pareto_picture_puts_costs_in_their_places():
         *((color, False) for color in colors),
     ]
     np.testing.assert_allclose([place[2:] for place in found[:8]], [(x, y / GIB) for x, y in expected * 2], atol=1e-9)
-    assert axes.get_title(loc="left") == "a layer\n0% is 1e+03 ms (one), 2e+03 ms (two)" and not unused.get_visible()
+    assert axes.get_title(loc="left") == "a layer\n0% is 1000 ms (one), 2000 ms (two)" and not unused.get_visible()
     front = next(line for line in axes.lines if len(line.get_xdata()) == 2)
     np.testing.assert_allclose(front.get_xydata(), [(0, 40 / GIB), (20, 1 / GIB)], atol=1e-9)
 
