@@ -284,7 +284,7 @@ def _arc(axes, start, end):
 def _box(axes, name, fate):
     column, row, shape = PLACES[name]
     fill, edge, line, letters = LOOKS[fate]
-    look = {"facecolor": fill, "edgecolor": edge, "linestyle": line, "zorder": 2}
+    look = {"facecolor": fill, "edgecolor": edge, "linestyle": line, "zorder": 4}  # above the arrow past d_y
     cell(axes, (column - BOX / 2, row - TALL / 2), (BOX, TALL), look)
-    centered(axes, column, row + 0.08, name, color=letters, weight="bold", zorder=3)
-    centered(axes, column, row - 0.12, shape, color=letters, fontsize="small", zorder=3)
+    centered(axes, column, row + 0.08, name, color=letters, weight="bold", zorder=5)
+    centered(axes, column, row - 0.12, shape, color=letters, fontsize="small", zorder=5)

@@ -10,12 +10,14 @@ from matplotlib.figure import Figure
 from moeblaze_ref.backends.numpy_ref import dispatch
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.drawing import panels
+from moeblaze_ref.course.notebook.controls import LABEL_WIDTH
 from moeblaze_ref.course.notebook.dispatch import CELL_INCHES, EXPERT_COLORS, PALE, STEPS, board_size, draw_arrays
 from moeblaze_ref.course.notebook.megablocks import draw_bins
 from moeblaze_ref.course.notebook.routing import zipf_choices
 
 MAX_TOKENS, MAX_EXPERTS, MAX_CHOICES = 8, 6, 3  # what fits a picture
 WIDTH = "2.6em"  # of a button
+LOOK: Any = {"continuous_update": False, "style": {"description_width": LABEL_WIDTH}}  # of a slider
 NO_SLOT = "\N{NO-BREAK SPACE}"  # an empty text would leave the one before on the button
 
 
@@ -50,7 +52,7 @@ class RoutingGrid(VBox, ValueWidget):
         self._tokens = self._slider("tokens", L, MAX_TOKENS)
         self._experts = self._slider("experts", num_experts, MAX_EXPERTS)
         self._k = self._slider("k", k, min(num_experts, MAX_CHOICES))
-        self._skew = FloatSlider(description="skew", min=0, max=3, step=0.25, value=0, continuous_update=False)
+        self._skew = FloatSlider(description="skew", min=0, max=3, step=0.25, value=0, **LOOK)
         self._sliders = self._tokens, self._experts, self._k, self._skew
         super().__init__(self._sliders)
         self._buttons: list[list[Button]] = []
@@ -61,7 +63,7 @@ class RoutingGrid(VBox, ValueWidget):
     @staticmethod
     def _slider(name: str, value: int, most: int) -> IntSlider:
         checks.check_int(name, value, at_least=1, at_most=most)
-        return IntSlider(description=name, min=1, max=most, value=value, continuous_update=False)
+        return IntSlider(description=name, min=1, max=most, value=value, **LOOK)
 
     def _draw(self, _change):
         """Choices as the sliders ask for, by chance; every expert is less popular than the one before by the skew."""
@@ -97,6 +99,7 @@ class RoutingGrid(VBox, ValueWidget):
 
     def _button(self, token: int, expert: int) -> Button:
         button = Button(tooltip=f"token {token} to expert {expert}", layout=Layout(width=WIDTH, margin="0"))
+        button.style.text_color = "black"  # on a dark page too
         button.on_click(lambda _: self.choose(token, expert))
         return button
 

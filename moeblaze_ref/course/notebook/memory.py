@@ -33,11 +33,12 @@ def memory_bars(L: int, d: int, h: int, E: int, k: int, activation: str, policy:
 
 
 def _mark_capacities(axes, unit):
-    for gpu, capacity in GPU_CAPACITIES.items():
+    """Lines with their names: that of the smaller on its left, so that the two never meet."""
+    for (gpu, capacity), (side, shift) in zip(GPU_CAPACITIES.items(), (("right", -3), ("left", 3)), strict=True):
         if unit.of(capacity) < axes.get_xlim()[1]:
             axes.axvline(unit.of(capacity), color=plots.BLACK, linewidth=0.8)
             where = {"xy": (unit.of(capacity), 0), "xycoords": ("data", "axes fraction")}
-            axes.annotate(gpu, **where, xytext=(3, 4), textcoords="offset points")
+            axes.annotate(gpu, **where, xytext=(shift, 2), textcoords="offset points", ha=side)
 
 
 def memory_lines(d: int, h: int, E: int, k: int, activation: str) -> Figure:

@@ -46,6 +46,7 @@ def settled(ran: NotebookNode) -> NotebookNode:
             outputs = [part for output in cell.outputs for part in _without_widgets(output, models)]
             for shown in (output.data for output in outputs if "data" in output):
                 if "image/png" in shown:
+                    shown.pop("text/html", None)  # the same picture once more
                     shown["image/png"] = base64.b64encode(small(base64.b64decode(shown["image/png"]))).decode()
                 if "text/markdown" in shown:
                     shown["text/markdown"] = shown["text/markdown"].removesuffix(sources.STYLE)

@@ -1,5 +1,6 @@
 """The drawing of the layer that opens each notebook; how pictures are shown on dark pages; alternative texts."""
 
+import html
 import re
 from typing import NamedTuple
 
@@ -123,7 +124,7 @@ def prepare_pictures() -> None:
 
     Outside of IPython nothing happens.
 
-    The text is found where nbconvert looks for it: as ``alt`` in the metadata of the picture.
+    The text is in the metadata of the picture, where nbconvert looks for it, and in HTML, which JupyterLab shows.
     """
     shell = get_ipython()
     if shell is None:
@@ -131,7 +132,14 @@ def prepare_pictures() -> None:
     matplotlib.rcParams["figure.facecolor"] = matplotlib.rcParams["axes.facecolor"] = PAPER
     formatter = shell.display_formatter.formatters["image/png"]
     try:
-        draw = formatter.lookup_by_type(Figure)
+        draw = formatter.pop(Figure)
     except KeyError:  # no %matplotlib inline: figures are not shown as pictures
         return
-    formatter.for_type(Figure, lambda figure: (draw(figure), {"alt": alt_text(figure)}))
+
+    def described(figure: Figure) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+        formatter.pop(Figure, None)  # a second %matplotlib inline brings it back, and would have all drawn twice
+        png, text = draw(figure), alt_text(figure)
+        shown = f'<img src="data:image/png;base64,{png}" alt="{html.escape(text)}">'
+        return {"image/png": png, "text/html": shown}, {"image/png": {"alt": text}}
+
+    shell.display_formatter.mimebundle_formatter.for_type(Figure, described)
