@@ -91,11 +91,13 @@ CUT = """() => [
 IS_LAST = """slider => slider.type === "range" ? slider.value === slider.max
     : slider.getAttribute("aria-valuenow") === slider.getAttribute("aria-valuemax")"""
 
-# What a reader sees of an ``explore``: the texts of its controls in their order, its picture, and else its message.
+# What a reader sees of an ``explore``: the texts of its controls in their order, its picture with its text in words, or
+# its message.
 SEEN = """explorer => ({
     controls: [...explorer.querySelectorAll(".widget-readout, select, .jupyter-button")].map(control =>
         control.selectedOptions?.[0].textContent.replaceAll("\u00a0", " ") ?? control.textContent),
     picture: explorer.querySelector(".jp-OutputArea-output img")?.src.replace("data:image/png;base64,", "") ?? null,
+    alt: explorer.querySelector(".jp-OutputArea-output img")?.alt ?? null,
     message: explorer.querySelector(".jp-RenderedMarkdown")?.textContent.trim() ?? null,
 })"""
 # The same as the kernel has it, drawn anew for the values that its controls have.
@@ -244,12 +246,28 @@ def drive(explorer: Locator, number: int, ask: Callable[[str], Any], states: int
 
 
 def move(control: Locator) -> None:
-    """Move a slider by a key, a list to its next entry."""
+    """Move a slider or a list to its next position, from the last one to the first."""
     if control.evaluate("control => control.tagName") == "SELECT":
         chosen, options = control.evaluate("control => [control.selectedIndex, control.length]")
         control.select_option(index=(chosen + 1) % options)
         return
-    control.press("ArrowLeft" if control.evaluate(IS_LAST) else "ArrowRight")
+    control.press("Home" if control.evaluate(IS_LAST) else "ArrowRight")
+
+
+def play(buttons: Locator, explorer: Locator, number: int, ask: Callable[[str], Any]) -> None:
+    """Let the `Play` of an ``explore`` move its slider on, stop it, and compare what is seen.
+
+    Raises
+    ------
+    AssertionError
+        As in `drive`.
+    """
+    seen = explorer.evaluate(SEEN)
+    start_or_stop = buttons.locator("button").first
+    start_or_stop.click()
+    expect(explorer.locator(".widget-readout")).not_to_have_text(seen["controls"][-1])
+    start_or_stop.click()
+    _wait_for(explorer, number, ask, seen, HANGS)
 
 
 def _wait_for(explorer: Locator, number: int, ask: Callable[[str], Any], before: Any, hangs: int) -> Any:
@@ -268,6 +286,7 @@ def _wait_for(explorer: Locator, number: int, ask: Callable[[str], Any], before:
         return seen
     assert seen["controls"] == right["controls"], f"{seen['controls']} is shown, but the kernel has {right['controls']}"
     assert seen["message"] == right["message"]
+    assert seen["alt"] == right["alt"]
     assert seen["picture"] == right["picture"], f"the picture is not that of {right['controls']}"
     raise AssertionError(f"no other picture after a control was moved from {right['controls']}")
 

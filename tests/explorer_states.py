@@ -5,8 +5,10 @@ from typing import Any
 from IPython import get_ipython
 from ipywidgets import FloatSlider, IntSlider
 
-from moeblaze_ref.course import notebook
-from moeblaze_ref.course.notebook import controls
+get_ipython().run_line_magic("matplotlib", "inline")  # as notebooks do before they import what follows
+
+from moeblaze_ref.course import notebook  # noqa: E402
+from moeblaze_ref.course.notebook import controls  # noqa: E402
 
 _explorers: list[Any] = []
 _explore = controls.explore
@@ -25,21 +27,19 @@ def _texts(control):
         *sliders, table = control.children
         buttons = [cell.description for cell in table.children if hasattr(cell, "click")]
         return [text for slider in sliders for text in _texts(slider)] + buttons
-    if isinstance(control, IntSlider):
-        return [str(control.value)]
-    if isinstance(control, FloatSlider):
-        return [f"{control.value:.2f}"]
+    if isinstance(control, IntSlider | FloatSlider):
+        return [format(control.value, control.readout_format)]
     option = control.options[control.index]
     return [str(option[0] if isinstance(option, tuple) else option)]
 
 
 def explorer_state(number):
-    """The texts of the controls, and the picture that they ask for or the message in its place."""
+    """The texts of the controls, and the picture that they ask for with its text, or the message in their place."""
     picture, widgets = _explorers[number]
     state: dict[str, Any] = {"controls": [text for control in widgets.values() for text in _texts(control)]}
     try:
         shown = picture(**{name: control.value for name, control in widgets.items()})
     except ValueError as error:
-        return state | {"picture": None, "message": str(error)}
-    made, _ = get_ipython().display_formatter.format(shown)
-    return state | {"picture": made["image/png"].strip(), "message": None}
+        return state | {"picture": None, "alt": None, "message": str(error)}
+    made, about = get_ipython().display_formatter.format(shown)
+    return state | {"picture": made["image/png"].strip(), "alt": about["image/png"]["alt"], "message": None}

@@ -34,6 +34,7 @@ def test_cells_that_define_what_the_controls_need_are_chosen():
         (ipywidgets.IntSlider(value=5, min=0, max=31), ["0", "5", "10", "21", "31"], 1),
         (ipywidgets.IntSlider(value=31, min=0, max=31), ["0", "10", "21", "31"], 3),
         (ipywidgets.FloatSlider(value=1, min=0.5, max=2, step=0.5), ["0.50", "1.00", "1.50", "2.00"], 1),
+        (ipywidgets.FloatSlider(value=0, max=0.25, step=0.125, readout_format=".3f"), ["0.000", "0.125", "0.250"], 0),
     ],
 )
 def test_a_long_slider_loses_positions_and_keeps_its_start_and_its_ends(control, labels, start):

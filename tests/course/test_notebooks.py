@@ -6,6 +6,7 @@ Executed ones are looked into: no errors, none inside a slider's picture either,
 import ast
 import base64
 import functools
+import html
 import io
 import itertools
 import json
@@ -27,6 +28,7 @@ from matplotlib.colors import to_rgb, to_rgba
 from matplotlib.figure import Figure
 from once import made_once
 from PIL import Image
+from test_browser import DRIVEN
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ref.backends.numba_cuda import dispatch as numba_dispatch
@@ -124,15 +126,29 @@ def run_of(path, host):
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
 def executed(request, tmp_path_factory, host):
     """A notebook's path and its run, which one process makes for all."""
-    path = request.param
+    return request.param, run_once(tmp_path_factory, request.param, host)
+
+
+def run_once(tmp_path_factory, path, host):
     ran = made_once(tmp_path_factory, path.name, lambda: run_of(path, host))
-    return path, nbformat.reads(ran, as_version=4)
+    return nbformat.reads(ran, as_version=4)
+
+
+def widgets(ran):
+    """The models of all widgets at the end."""
+    return ran.metadata.get("widgets", {}).get(outputs.WIDGET_STATE, {}).get("state", {}).values()
 
 
 def slider_outputs(ran):
     """What every Output widget, which is where a slider draws, showed at the end."""
-    state = ran.metadata.get("widgets", {}).get(outputs.WIDGET_STATE, {}).get("state", {})
-    return [model["state"]["outputs"] for model in state.values() if model["model_name"] == "OutputModel"]
+    return [model["state"]["outputs"] for model in widgets(ran) if model["model_name"] == "OutputModel"]
+
+
+def test_its_widgets_are_of_kinds_that_are_driven_in_a_browser(executed, tmp_path_factory):
+    kinds, driven = (
+        {model["model_name"] for model in widgets(ran)} for ran in (executed[1], run_once(tmp_path_factory, DRIVEN))
+    )
+    assert driven and kinds <= driven
 
 
 def test_it_runs_from_top_to_bottom(executed):
@@ -171,7 +187,8 @@ def test_every_picture_is_said_in_words(executed):
     shown = [output for cell in ran.cells if cell.cell_type == "code" for output in cell.outputs]
     for output in [*shown, *sum(slider_outputs(ran), [])]:
         if "image/png" in output.get("data", {}):
-            assert len(output["metadata"]["image/png"]["alt"]) > 20, output["metadata"]
+            text = output["metadata"]["image/png"]["alt"]
+            assert len(text) > 20 and f' alt="{html.escape(text)}">' in output["data"]["text/html"], text
 
 
 def test_pictures_are_on_paper_that_does_not_glare(executed):
@@ -767,6 +784,9 @@ def test_memory_bars_are_as_long_as_the_bytes_and_lines_name_their_layer(shape):
 def test_gpu_capacities_appear_when_they_come_into_reach():
     small, large = (memory.memory_bars(L, 2048, 8192, 16, 4, "swiglu", "paper") for L in (4096, 2**18))
     assert not {"80 GB", "141 GB"} & set(texts(small)) and {"80 GB", "141 GB"} <= set(texts(large))
+    (axes,) = drawn(memory.memory_bars(2**20, 8192, 32_768, 256, 16, "geglu", "paper")).axes
+    less, more = (text.get_window_extent() for text in axes.texts if text.get_text() in ("80 GB", "141 GB"))
+    assert less.x1 < more.x0, "their names do not meet where the axis is longest"
 
 
 def test_areas_of_the_tensors_are_their_bytes():

@@ -137,6 +137,12 @@ def test_tables_in_outputs_are_tables(built):
     assert page.count("<table") > 5 and "<p>| " not in page
 
 
+@pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.course)
+def test_cells_with_cuda_kernels_are_coloured_as_cuda(built, sheet):
+    page = (built[2] / "notebooks" / "exercises" / f"{sheet.course}.html").read_text()
+    assert page.count("highlight-cuda ") == sum(exercise.language == "c++" for exercise in sheet.exercises)
+
+
 def test_every_picture_has_a_text(built):
     """It is a phrase, and names no file."""
     found = [image for path in built[2].rglob("*.html") for image in re.findall(r"<img\b[^>]*>", path.read_text())]
@@ -256,7 +262,7 @@ def test_a_frame_is_what_the_kernels_function_draws(built):
 
 
 def test_the_explorer_is_the_kernels(built, tmp_path):
-    """Clicks and sliders give the choices that they give in a notebook, and every cell and text of the picture."""
+    """20 clicks and ten moves of sliders give the choices and the picture of a notebook, every cell and text of it."""
     chance = random.Random(0)
     grid = RoutingGrid(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
     sliders = {slider.description: slider for slider in grid.children[:-1]}
@@ -265,7 +271,7 @@ def test_the_explorer_is_the_kernels(built, tmp_path):
         page.goto((built[2] / "notebooks" / f"{SECOND}.html").as_uri())
         explorer = page.locator(".controls:has(button)")
         pictures = page.locator(".cell_output:has(button) > svg").all()
-        for turn in range(2 * STATES):
+        for turn in range(3 * STATES):
             free = [button for button in explorer.locator("button").all() if not button.text_content()]
             if free and turn % 3:
                 button = chance.choice(free)

@@ -177,6 +177,10 @@ def test_a_click_takes_the_place_of_the_oldest_choice():
     assert shown.value.topk_experts[1:] == tuple(map(tuple, GOLDEN_TOPK_EXPERTS[1:].tolist()))
 
 
+def test_slots_are_black_on_light_buttons_on_a_dark_page_too():
+    assert {button.style.text_color for button in buttons(grid())} == {"black"}
+
+
 def test_whoever_watches_is_told():
     shown, seen = grid(), []
     shown.observe(lambda change: seen.append(change.new), "value")

@@ -87,7 +87,7 @@ def all_positions(control: Widget) -> tuple[list[tuple[str, Any]], int]:
         return pairs, control.index
     count = round((control.max - control.min) / control.step) + 1
     values = [control.min + number * control.step for number in range(count)]
-    pairs = [(f"{value:.2f}" if isinstance(value, float) else str(value), value) for value in values]
+    pairs = [(format(value, control.readout_format), value) for value in values]
     return pairs, round((control.value - control.min) / control.step)
 
 
