@@ -6,6 +6,7 @@ library would end the process. The seal is a comment of C++; libraries and preco
 What cannot be read, a link that leads nowhere, a pipe and an empty folder count as absent too.
 """
 
+import functools
 import hashlib
 import os
 import pwd
@@ -103,9 +104,20 @@ def discard(path: Path) -> None:
 def is_whole(path: Path) -> bool:
     """Return True if a readable file is there, with the seal that it was written with under this name."""
     try:
-        whole = path.read_bytes() if path.is_file() else b""
+        return path.is_file() and _has_seal(path, _state(path.stat()))
     except OSError:
         return False
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    """What is another after every change of a file."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+@functools.cache
+def _has_seal(path: Path, state: tuple[int, ...]) -> bool:
+    """Read a file once for each of its states: a precompiled header has 20 MB, and each compilation asks for it."""
+    whole = path.read_bytes()
     return whole[-SEAL_BYTES:] == _seal(path.name, whole[:-SEAL_BYTES])
 
 
