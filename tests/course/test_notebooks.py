@@ -144,10 +144,9 @@ def slider_outputs(ran):
     return [model["state"]["outputs"] for model in widgets(ran) if model["model_name"] == "OutputModel"]
 
 
-def test_its_widgets_are_of_kinds_that_are_driven_in_a_browser(executed, tmp_path_factory):
-    kinds, driven = (
-        {model["model_name"] for model in widgets(ran)} for ran in (executed[1], run_once(tmp_path_factory, DRIVEN))
-    )
+def test_its_widgets_are_of_kinds_that_are_driven_in_a_browser(executed, tmp_path_factory, host):
+    in_browser = run_once(tmp_path_factory, DRIVEN, host)
+    kinds, driven = ({model["model_name"] for model in widgets(ran)} for ran in (executed[1], in_browser))
     assert driven and kinds <= driven
 
 
