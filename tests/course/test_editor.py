@@ -96,6 +96,19 @@ def test_a_text_outlives_its_editor_until_the_exercise_is_reset(tmp_path, monkey
     assert KernelEditor("combine", Desk()).text == NUMBA.unsolved
 
 
+def test_a_kept_file_that_is_no_text_is_said_and_stays(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("MOEBLAZE_PROGRESS", str(tmp_path / "progress.json"))
+    path = tmp_path / "drafts" / "combine.txt"
+    path.parent.mkdir()
+    path.write_bytes(b"typed \xff")
+    editor = KernelEditor("combine", Desk())
+    assert editor.text == NUMBA.unsolved
+    assert f"your text of combine cannot be read from {path}: " in capsys.readouterr().err
+    editor.text = "typed again"
+    assert "your text of combine is not kept: " in capsys.readouterr().err
+    assert path.read_bytes() == b"typed \xff"
+
+
 def test_a_text_that_cannot_be_kept_is_said(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("MOEBLAZE_PROGRESS", str(tmp_path / "file" / "progress.json"))
     (tmp_path / "file").touch()

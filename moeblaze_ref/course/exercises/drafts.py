@@ -13,9 +13,16 @@ def file(name: str) -> Path:
 
 
 def read(name: str) -> str | None:
-    """Return what was last written for an exercise; None if nothing was, or if it is forgotten."""
+    """Return what was last written for an exercise; None if nothing was, or if it is forgotten.
+
+    A file that is no text stays as it is, and stderr says so: `keep` does not write over it either.
+    """
     path = file(name)
-    return path.read_text() if path.exists() else None
+    try:
+        return path.read_text() if path.exists() else None
+    except (OSError, ValueError) as error:
+        print(f"your text of {name} cannot be read from {path}: {error}; remove or rename the file", file=sys.stderr)
+        return None
 
 
 def keep(name: str, text: str) -> None:
