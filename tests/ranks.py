@@ -7,16 +7,14 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import torch.multiprocessing as mp
-
-from moeblaze_ref.parallel.local import TIMEOUT, begin, free_port
+from moeblaze_ref.parallel.local import TIMEOUT, begin, free_port, start
 
 
 def run_to_the_end(work, size: int, *arguments, backend: str = "gloo") -> list[tuple[int, str]]:
     """The status and the stderr of each of ``size`` ranks that do ``work(*arguments)``, whatever the others do."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (size, free_port(), Path(folder), backend, work, arguments)
-        started = mp.spawn(_begin_alone, arguments, nprocs=size, join=False).processes
+        started = start(_begin_alone, arguments, size, join=False).processes
         written = [Path(folder) / f"{rank}.err" for rank in range(size)]
         for process, path in zip(started, written, strict=True):
             process.join(TIMEOUT.total_seconds())

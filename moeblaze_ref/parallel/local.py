@@ -1,5 +1,6 @@
 """Ranks that are processes of this machine: for tests and lessons. On several GPUs, torchrun starts them."""
 
+import multiprocessing
 import socket
 import tempfile
 from collections.abc import Callable
@@ -33,8 +34,17 @@ def run(work: Callable[..., Any], size: int, *arguments: Any, backend: str = "gl
         If one raised; the message has its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(begin, (size, free_port(), Path(folder), backend, work, arguments), nprocs=size)
+        start(begin, (size, free_port(), Path(folder), backend, work, arguments), size)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def start(work: Callable[..., Any], arguments: tuple, size: int, join: bool = True) -> mp.ProcessContext | None:
+    """Call ``work(rank, *arguments)`` in ``size`` processes of a server that has imported torch for all of them.
+
+    They have the environment variables that this process had when it first did so.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    return mp.start_processes(work, arguments, size, join, start_method="forkserver")
 
 
 def begin(rank: int, size: int, port: int, folder: Path, backend: str, work: Callable[..., Any], arguments: tuple):
