@@ -57,7 +57,11 @@ def centered(axes: Axes, x: float, y: float, text: Any, **look: Any) -> None:
 
 
 def cell(axes: Axes, corner: Place, extent: Place, look: Mapping[str, Any], text: object = "", **ink: Any) -> None:
-    """Draw a rectangle with the look of a patch from a corner on, and a text in its middle."""
-    axes.add_patch(Rectangle(corner, *extent, **look))
+    """Draw a rectangle with the look of a patch from a corner on, and a text in its middle.
+
+    Neither takes part in the layout, nor in limits that matplotlib chooses: pictures have hundreds of cells, and would
+    take twice as long.
+    """
+    axes.add_artist(Rectangle(corner, *extent, **look))
     if text != "":
-        centered(axes, corner[0] + extent[0] / 2, corner[1] + extent[1] / 2, text, **ink)
+        centered(axes, corner[0] + extent[0] / 2, corner[1] + extent[1] / 2, text, in_layout=False, **ink)
