@@ -7,6 +7,7 @@ in its docstring. Both write formulas as a paper does, where neighbours are mult
 """
 
 import ast
+import functools
 import itertools
 import math
 import operator
@@ -39,6 +40,7 @@ _DOCSTRING_LINES = (
 )
 
 
+@functools.cache
 def table(text: str) -> dict[str, dict[str, str]]:
     """The table in the header of a .cu file.
 
@@ -106,7 +108,7 @@ def evaluate(formula: str, symbols: dict[str, int]) -> Fraction | tuple[Fraction
         If it is no such formula, or a symbol is unknown: the message proposes the nearest one.
     """
     try:
-        value: Fraction | tuple[Fraction, ...] = _value(ast.parse(_with_products(formula), mode="eval").body, symbols)
+        value: Fraction | tuple[Fraction, ...] = _value(_parsed(formula), symbols)
         return value
     except ZeroDivisionError:
         raise ValueError(f"cannot read the formula {formula!r}: it divides by zero") from None
@@ -132,6 +134,11 @@ def sizes(formula: str, symbols: dict[str, int]) -> tuple[int, ...]:
 def _values(formula: str, symbols: dict[str, int]) -> tuple[Fraction, ...]:
     values = evaluate(formula, symbols)
     return values if isinstance(values, tuple) else (values,)
+
+
+@functools.cache
+def _parsed(formula: str) -> ast.expr:
+    return ast.parse(_with_products(formula), mode="eval").body
 
 
 def _with_products(formula: str) -> str:

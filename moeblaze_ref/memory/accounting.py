@@ -11,12 +11,11 @@ Symbols as in the MoEBlaze paper: L, d, h, E, k. GiB is 2**30 bytes, GB is 1e9.
 """
 
 import math
-import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 from moeblaze_ref.backends.raw_cuda import gemm
@@ -49,23 +48,26 @@ VARIANTS = tuple((system, policy) for system in SYSTEMS for policy in (POLICIES 
 _ITEMSIZE = ITEMSIZE | {"int32": 4, "int64": 8, "bool": 1}
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(int):
     """A number that remembers how it was written: ``Size("L", 5) * 4`` is 20, written ``L*4``."""
 
     text: str
-    value: int
 
-    def __mul__(self, other: "Size | int") -> "Size":
-        other = _as_size(other)
-        return Size(f"{self.text}*{other.text}", self.value * other.value)
+    def __new__(cls, text: str, value: int) -> "Size":
+        """Return a number that is written so."""
+        size = super().__new__(cls, value)
+        size.text = text
+        return size
+
+    def __mul__(self, other: int) -> "Size":
+        return Size(f"{self.text}*{_text(other)}", int(self) * int(other))
 
     def __add__(self, other: int) -> "Size":
-        return Size(f"({self.text} + {other})", self.value + other)
+        return Size(f"({self.text} + {other})", int(self) + other)
 
 
-def _as_size(number: Size | int) -> Size:
-    return number if isinstance(number, Size) else Size(str(number), number)
+def _text(number: int) -> str:
+    return number.text if isinstance(number, Size) else str(number)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Tensor:
     """One row of an account."""
 
     name: str  #: the project's name of the tensor
-    dims: tuple[Size | int, ...]  #: its shape; the first entry is a Size
+    dims: tuple[int, ...]  #: its shape; the first entry is a Size
     dtype: str  #: "float64", "float32", "bfloat16", "float16", "int32", "int64" or "bool"
     #: The tensor (it may be this one) whose birth is the last use, after which it is freed. None: it lives until the
     #: backward.
@@ -82,22 +84,21 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes as numbers."""
-        return tuple(_as_size(dim).value for dim in self.dims)
+        return tuple(map(int, self.dims))
 
     @property
-    def _product(self) -> Size:
-        first, *others = self.dims
-        return reduce(operator.mul, (*others, _ITEMSIZE[self.dtype]), _as_size(first))
+    def _factors(self) -> tuple[int, ...]:
+        return (*self.dims, _ITEMSIZE[self.dtype])
 
     @property
     def formula(self) -> str:
         """The bytes in the paper's symbols, such as ``L*k*d*2``; also valid Python."""
-        return self._product.text
+        return "*".join(map(_text, self._factors))
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self._product.value
+        return math.prod(map(int, self._factors))
 
     @property
     def kept(self) -> bool:
@@ -164,8 +165,9 @@ class Account:
         alive = peak = 0
         last_used: Counter[str | None] = Counter()  # bytes, by the tensor whose birth is their last use
         for tensor in self.tensors:
-            alive += tensor.bytes
-            last_used[tensor.until] += tensor.bytes
+            size = tensor.bytes
+            alive += size
+            last_used[tensor.until] += size
             peak = max(peak, alive)
             alive -= last_used[tensor.name]
         return peak
@@ -223,7 +225,7 @@ def account(
         raise ValueError(f"policy is {policy!r}, but {system} has no save policies (only moeblaze has); pass None")
     case = _Case(config, policy, assumptions)
     draft = _BUILD[system](case)
-    symbols = {size.text: size.value for size in (*case.symbols, *draft.symbols)}
+    symbols = {size.text: int(size) for size in (*case.symbols, *draft.symbols)}
     return Account(config, system, policy, assumptions, symbols, tuple(draft.tensors), draft.notes)
 
 
@@ -255,9 +257,9 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
     C = Size("C", gemm.gate_terms(version, config.h))  # tiles of columns, each leaves a share of the gates' gradients
     W = Size("W", gemm.parts_of_rows(version, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
-    tensors = one.tensors if W.value == config.d else _y_in_parts(one.tensors, case.R, W)
+    tensors = one.tensors if W == config.d else _y_in_parts(one.tensors, case.R, W)
     forward = _dying(tensors, _dies_at(case))
-    symbols = one.symbols | {size.text: size.value for size in (C, W)}
+    symbols = one.symbols | {size.text: int(size) for size in (C, W)}
     return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W)), notes=())
 
 
@@ -331,7 +333,7 @@ def largest_tokens(
 def uniform_counts(config: MoEConfig) -> tuple[int, ...]:
     """Rows of each expert when L * k rows spread as evenly as integers allow; the first experts get the rest."""
     share, rest = divmod(config.R, config.E)
-    return tuple(share + (e < rest) for e in range(config.E))
+    return (share + 1,) * rest + (share,) * (config.E - rest)
 
 
 def dropped_and_padded(counts: Sequence[int], capacity: int) -> tuple[int, int]:
@@ -485,7 +487,7 @@ def _capacity(s: _Case, system: str = "capacity") -> _Draft:
     """
     factor = MAX if system == "dynamic_capacity" else s.assumptions.capacity_factor
     C = Size("C", capacity_for(s.counts, factor))
-    dropped, padded = dropped_and_padded(s.counts, C.value)
+    dropped, padded = dropped_and_padded(s.counts, C)
     tensors = [
         Tensor("x", (s.L, s.d), s.dtype),
         *_torch_router(s, *([] if s.mixed else ["gates"])),
@@ -506,8 +508,8 @@ def _capacity(s: _Case, system: str = "capacity") -> _Draft:
     ]
     rule = "the most rows of an expert" if factor == MAX else f"ceil({factor}*L*k/E)"
     note = (
-        f"{system}: C = {rule} = {C.value:,} rows per expert; with {s.routing} {dropped:,} of "
-        f"{s.R.value:,} routed rows are dropped, and {padded:,} rows are padding"
+        f"{system}: C = {rule} = {C:,} rows per expert; with {s.routing} {dropped:,} of "
+        f"{s.R:,} routed rows are dropped, and {padded:,} rows are padding"
     )
     return _Draft(tensors, (C,), (note,))
 
@@ -525,7 +527,7 @@ def _megablocks_published(s: _Case) -> _Draft:
     metadata, an expert width that 128 does not divide is padded too, and the intermediates that plain autograd
     keeps, each as block values. It is what MoEBlaze is compared with.
     """
-    T, W = Size("T", sum(map(tiles, s.counts))), Size("W", tiles(s.h.value))
+    T, W = Size("T", sum(map(tiles, s.counts))), Size("W", tiles(s.h))
     tensors = [
         *_published_routing(s, T, W),
         Tensor("routed_x", (T * BLOCK, s.d), s.dtype),
@@ -534,8 +536,8 @@ def _megablocks_published(s: _Case) -> _Draft:
         _out(s),
     ]
     note = (
-        f"megablocks_published: T = {T.value:,} tiles of 128 rows, W = ceil(h/128) = {W.value:,} tiles of 128 columns; "
-        f"with {s.routing} no row is dropped, and {T.value * BLOCK - s.R.value:,} rows are padding"
+        f"megablocks_published: T = {T:,} tiles of 128 rows, W = ceil(h/128) = {W:,} tiles of 128 columns; "
+        f"with {s.routing} no row is dropped, and {T * BLOCK - s.R:,} rows are padding"
     )
     return _Draft(tensors, (T, W), (note,))
 
@@ -570,15 +572,15 @@ def _megablocks_memory_optimized(s: _Case) -> _Draft:
 
 def _blocks(s):
     """T blocks of rows and W of columns, of S each."""
-    block, h = s.assumptions.block, s.h.value
+    block, h = s.assumptions.block, s.h
     sparse_contracts.check_block(block, h)
     return Size("T", sum(tiles(rows, block) for rows in s.counts)), Size("W", h // block), Size("S", block)
 
 
 def _blocks_note(system, s, T, W, S):
     return (
-        f"{system}: T = {T.value:,} blocks of {S.value} rows, W = h/{S.value} = {W.value:,} blocks of columns; "
-        f"with {s.routing} no row is dropped, and {(T * S).value - s.R.value:,} rows are padding"
+        f"{system}: T = {T:,} blocks of {S} rows, W = h/{S} = {W:,} blocks of columns; "
+        f"with {s.routing} no row is dropped, and {T * S - s.R:,} rows are padding"
     )
 
 
@@ -640,11 +642,9 @@ def _moeblaze(s: _Case) -> _Draft:
     notes = ["moeblaze: the backward recomputes the router's probabilities from x; choice and gates are kept"]
     if s.saved == ("y_swi",):
         notes.append("moeblaze: of relu y_swi alone is kept: the slope is 1 where y_swi > 0, and relu(y_swi) is y_swi")
-    (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R.value, s.d.value, s.h.value)
+    (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R, s.d, s.h)
     if others and "y" not in s.saved:
-        notes.append(
-            f"moeblaze: y is counted whole; 7_persistent has {columns:,} of its {s.d.value:,} columns at one time"
-        )
+        notes.append(f"moeblaze: y is counted whole; 7_persistent has {columns:,} of its {s.d:,} columns at one time")
     return _Draft(tensors, notes=tuple(notes))
 
 

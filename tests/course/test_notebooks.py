@@ -1635,9 +1635,10 @@ def test_letters_stand_on_what_they_lost(policy):
     assert loss.slots == loss.lost.sum() > loss.tokens == loss.lost.all(axis=1).sum() > 0
     axes = drawn(megablocks.lost_picture([b"abcdefgh", b"ijkl\nnop", "qr→uvx".encode()], loss, shown=8)).axes[0]
     assert "".join(texts(axes.figure)) == "abcdefghijkl¶nopqr···uvx"
-    colors = [patch.get_facecolor() for patch in axes.patches if patch.get_x() >= 0]
+    (cells_of_bytes,) = axes.collections
+    assert [path.vertices[0].tolist() for path in cells_of_bytes.get_paths()] == [[i % 8, i // 8] for i in range(24)]
     names = {(0, 0, 0, 0): 0, to_rgba(memory.plots.ORANGE): 1, to_rgba(memory.plots.VERMILLION): 2}
-    assert [names[color] for color in colors] == loss.lost.sum(axis=1).tolist()
+    assert [names[tuple(color)] for color in cells_of_bytes.get_facecolors()] == loss.lost.sum(axis=1).tolist()
     part = drawn(megablocks.lost_picture([b"abcdefgh"] * 3, loss, shown=5)).axes[0]
     assert "".join(texts(part.figure)) == "abcde" * 3
     every = f"{loss.slots / 48:.1%} of the slots dropped, {loss.tokens / 24:.1%} of the tokens lost"

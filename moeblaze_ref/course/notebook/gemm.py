@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm, tiles
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig, is_gated
-from moeblaze_ref.core.drawing import board, cell, heading, panels
+from moeblaze_ref.core.drawing import board, cell, centered, heading, panels, squares
 from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
@@ -263,13 +263,14 @@ def fragment_picture(lane: int) -> Figure:
     ):
         axes.text(left, top - 0.4, name, weight="bold")
         held = fragment(operand)
-        for (row, column), owner in np.ndenumerate(held.lane):
+        corners = [(left + column, top + row) for row, column in np.ndindex(held.lane.shape)]
+        colors = [BLUE if owner == lane else (PALE if owner // 4 % 2 else "#DDEEF8") for owner in held.lane.flat]
+        squares(axes, corners, colors, edgecolors="white")
+        for (x, y), owner, element in zip(corners, held.lane.flat, held.element.flat, strict=True):
             mine = owner == lane
-            color = BLUE if mine else (PALE if owner // 4 % 2 else "#DDEEF8")
-            text = f"{operand.lower()}{held.element[row, column]}" if mine else str(owner)
-            look = {"facecolor": color, "edgecolor": "white"}
+            text = f"{operand.lower()}{element}" if mine else str(owner)
             ink = {"color": "white", "weight": "bold"} if mine else {"color": "#666666"}
-            cell(axes, (left + column, top + row), (1, 1), look, text, fontsize="small", **ink)
+            centered(axes, x + 0.5, y + 0.5, text, fontsize="small", in_layout=False, **ink)
     return figure
 
 

@@ -20,7 +20,7 @@ from moeblaze_ref.backends.raw_cuda import block_sparse as raw_sparse
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.core.drawing import board, cell, centered, heading, panels
+from moeblaze_ref.core.drawing import board, cell, centered, heading, panels, squares
 from moeblaze_ref.core.structures import EMPTY, Dispatch, Topology
 from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.course.notebook.routing import draw_fates, dropped_share, padding_share
@@ -214,10 +214,12 @@ def lost_picture(text: Sequence[bytes], loss: Loss, shown: int = 64) -> Figure:
     lost = loss.lost.sum(axis=1).reshape(len(text), -1)  # (windows, length)
     k = loss.lost.shape[1]
     figure, axes = panels(10.5, 0.6 + 0.27 * len(text))
-    for (line, place), count in np.ndenumerate(lost[:, :shown]):
-        color = VERMILLION if count == k else ORANGE if count else "none"
-        look = {"facecolor": color, "edgecolor": "none"}
-        cell(axes, (place, line), (1, 1), look, _letter(text[line][place]), size=9)
+    counts = lost[:, :shown]
+    corners = [(place, line) for line, place in np.ndindex(counts.shape)]
+    colors = [VERMILLION if count == k else ORANGE if count else "none" for count in counts.flat]
+    squares(axes, corners, colors, edgecolors="none")
+    for place, line in corners:
+        centered(axes, place + 0.5, line + 0.5, _letter(text[line][place]), size=9, in_layout=False)
     for color, name in ((ORANGE, "lost some of its experts"), (VERMILLION, "lost all of them")):
         cell(axes, (-9, 0), (1, 1), {"facecolor": color, "label": name})  # for the legend, outside of the picture
     axes.set(xlim=(0, shown), ylim=(len(text), 0), xticks=[])
@@ -227,7 +229,7 @@ def lost_picture(text: Sequence[bytes], loss: Loss, shown: int = 64) -> Figure:
     said = (
         f"{loss.slots / loss.lost.size:.1%} of the slots dropped, {loss.tokens / len(loss.lost):.1%} of the tokens lost"
     )
-    heading(axes, f"{said} (drawn: {lost[:, :shown].shape[1]} of {lost.shape[1]} bytes a window)")
+    heading(axes, f"{said} (drawn: {counts.shape[1]} of {lost.shape[1]} bytes a window)")
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
     return figure
 

@@ -106,14 +106,14 @@ def _setting(model: dict[str, Any]) -> str:
 # Pictures ------------------------------------------------------------------------------------------------------------
 
 
-def small(png: bytes) -> bytes:
-    """A picture in at most 256 colours."""
+def small(png: bytes, effort: int = 9) -> bytes:
+    """A picture in at most 256 colours, compressed with an effort from 0 to 9."""
     picture = Image.open(io.BytesIO(png))
     if picture.mode == "P":  # it has been here before
         return png
     few = picture.convert("RGBA").quantize(method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     file = io.BytesIO()
-    few.save(file, "PNG", optimize=True)
+    few.save(file, "PNG", compress_level=effort)
     return file.getvalue()
 
 

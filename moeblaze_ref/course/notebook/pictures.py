@@ -1,12 +1,16 @@
 """The drawing of the layer that opens each notebook; how pictures are shown on dark pages; alternative texts."""
 
+import contextlib
 import html
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import matplotlib
 from IPython import get_ipython
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.drawing import board, cell, centered
@@ -119,6 +123,20 @@ def _of_legend(legend):
     return "legend: " + ", ".join(text.get_text() for text in legend.get_texts())
 
 
+@contextlib.contextmanager
+def _laid_out(figure: Figure) -> Iterator[Bbox]:
+    """Lay a figure out, and return its box in inches, as ``bbox_inches="tight"`` does after it has drawn all once."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+    figure.set_layout_engine(None)
+    try:
+        yield figure.get_tightbbox(renderer).padded(matplotlib.rcParams["savefig.pad_inches"])
+    finally:
+        figure.set_layout_engine(engine)
+
+
 def prepare_pictures() -> None:
     """From now on, figures are on `PAPER`, and those that IPython shows as PNG carry their `alt_text`.
 
@@ -138,7 +156,9 @@ def prepare_pictures() -> None:
 
     def described(figure: Figure) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
         formatter.pop(Figure, None)  # a second %matplotlib inline brings it back, and would have all drawn twice
-        png, text = draw(figure), alt_text(figure)
+        with _laid_out(figure) as box:
+            png = draw(figure, bbox_inches=box)
+        text = alt_text(figure)
         shown = f'<img src="data:image/png;base64,{png}" alt="{html.escape(text)}">'
         return {"image/png": png, "text/html": shown}, {"image/png": {"alt": text}}
 

@@ -177,13 +177,19 @@ def _tiny_launches(activation: str, dtype: str, policy: str) -> list[LaunchRepor
 def _step(launch, config, lengths):
     symbols = _symbols(launch, config, lengths)
     products = evaluate(PRODUCTS.get(launch.kernel, "0"), symbols)
-    asked = stated_bytes(FILES[launch.kernel])[launch.kernel].values()
+    asked = _stated(launch.kernel)
     touched = [TENSORS[name] for name in _touched(launch)]
     return Step(
         launch.kernel,
         2 * config.R * config.d * config.h * products,
         *(int(sum(evaluate(formula, symbols) for formula in formulas)) for formulas in (asked, touched)),
     )
+
+
+@functools.cache
+def _stated(kernel):
+    """Formulas of the bytes that a kernel's header states."""
+    return stated_bytes(FILES[kernel])[kernel].values()
 
 
 def _touched(launch):

@@ -69,7 +69,8 @@ def build(site: Path = SITE) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     gather(pages)
     frames.draw_all(sorted(ROOT.glob("notebooks/*.ipynb")), site / frames.FOLDER)
-    strict = ["--fail-on-warning", "--quiet", "--jobs", "auto", "-c", str(ROOT / "docs"), "-d", str(doctrees)]
+    # In one process: each of several would import and parse the package's modules again.
+    strict = ["--fail-on-warning", "--quiet", "-c", str(ROOT / "docs"), "-d", str(doctrees)]
     status = sphinx([*strict, str(pages), str(site)])
     (site / "index.html").write_text(_TO_HOME)
     return status

@@ -1,5 +1,6 @@
 """Sphinx extension of the site: pages of source files, texts and controls of pictures, plain text in docstrings."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -90,6 +91,34 @@ def unlink_bare_names(app: Sphinx, doctree: nodes.document) -> None:
             node.replace_self(node.children)
 
 
+def copy_titles_only(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Give Sphinx pages' titles alone for the tree beside a page, since it copies every heading for each page."""
+    whole = context["toctree"]
+
+    def toctree(**options: Any) -> str:
+        if not options.get("titles_only"):
+            return whole(**options)
+        tocs = app.env.tocs
+        app.env.tocs = _titles(app)
+        try:
+            return whole(**options)
+        finally:
+            app.env.tocs = tocs
+
+    context["toctree"] = toctree
+
+
+@functools.cache
+def _titles(app: Sphinx) -> dict[str, nodes.bullet_list]:
+    """The contents of all pages without their headings, as Sphinx cuts its copies of them."""
+    cut = {page: toc.deepcopy() for page, toc in app.env.tocs.items()}
+    for title in (title for toc in cut.values() for title in toc.children if len(title.children) > 1):
+        assert isinstance(title, nodes.list_item)
+        trees = list(title.findall(addnodes.toctree))
+        title[1:] = [nodes.bullet_list("", *trees)] if trees else []
+    return cut
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Sphinx calls this to load the extension."""
     app.connect("doctree-read", sources.link_documents)
@@ -98,5 +127,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("doctree-read", describe_pictures)
     app.connect("doctree-read", move_pictures)
     app.connect("doctree-read", highlight_kernels)
+    app.connect("html-page-context", copy_titles_only, priority=400)  # before the theme draws the tree
     app.connect("autodoc-process-docstring", keep_as_typed, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
