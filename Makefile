@@ -28,8 +28,9 @@ ifneq ($(TORCH_INDEX_URL),$(LAST_INDEX))
 .PHONY: $(BIN)/pip $(STAMP)
 endif
 
+# Without compiling: Python compiles a module when it is imported, and most never are.
 $(STAMP): requirements.lock pyproject.toml | $(BIN)/pip
-	$(BIN)/pip install $(TORCH_INDEX) -r requirements.lock
+	$(BIN)/pip install --no-compile $(TORCH_INDEX) -r requirements.lock
 	$(BIN)/pip install --no-deps --no-build-isolation --editable .
 	@echo '$(TORCH_INDEX_URL)' > $@
 
