@@ -5,7 +5,7 @@
 
 import itertools
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, lru_cache, partial
 
 import numpy as np
 import pytest
@@ -50,6 +50,7 @@ HARD = [
 ]
 
 
+@cache
 def ragged(version):
     """A case that no tile of a version divides; Numba's simulator takes a small one."""
     if version != "numba":
@@ -99,21 +100,46 @@ EXPECT = comparisons.EXPECT | {"activation": expect_act} | dict.fromkeys(gemm.TE
 
 def run(stage, version, executor, case):
     """Results of a version on a given executor."""
-    return RUN.get(version, RUN[stage])(on(stage, version, executor), case)
+    return run_opened(on(stage, version, executor), stage, version, case)
+
+
+def run_opened(opened, stage, version, case):
+    """Results of a version that is open."""
+    return RUN.get(version, RUN[stage])(opened, case)
+
+
+@lru_cache(maxsize=16)
+def rounded(case, dtype):
+    """The case in a dtype: one for all versions and faults, which read it alone."""
+    return case.astype(dtype)
+
+
+@lru_cache(maxsize=64)
+def wanted(stage, version, case, dtype):
+    """Exact results of the rounded case, and those of torch in its dtype."""
+    expect = EXPECT.get(version, EXPECT[stage])
+    return tuple(expect(rounded(case, dtype), t) for t in (torch.float64, getattr(torch, dtype)))
+
+
+def verdict(found, direction, stage, version, case, dtype):
+    """(error, bound) of what a version returns in one direction."""
+    exact, baseline = (results[direction] for results in wanted(stage, version, case, dtype))
+    assert found.keys() == exact.keys()
+    dtypes = {np.dtype(dtype), np.dtype("float32")}  # of gates and their gradients
+    assert {array.dtype for array in found.values()} <= dtypes
+    return comparisons.compare(found, exact, comparisons.precision(stage, version, dtype), baseline)
 
 
 def verdicts(stage, version, case, dtype, executor=None):
     """{direction: (error, bound)} of a version on a case in a dtype."""
-    rounded = case.astype(dtype)
-    found = run(stage, version, executor or quick(version), rounded)
-    expect = EXPECT.get(version, EXPECT[stage])
-    exact, baseline = (expect(rounded, t) for t in (torch.float64, getattr(torch, dtype)))
-    for direction in exact:
-        assert found[direction].keys() == exact[direction].keys()
-        dtypes = {np.dtype(dtype), np.dtype("float32")}  # of gates and their gradients
-        assert {array.dtype for array in found[direction].values()} <= dtypes
-    precision = comparisons.precision(stage, version, dtype)
-    return {d: comparisons.compare(found[d], exact[d], precision, baseline[d]) for d in exact}
+    return verdicts_of(on(stage, version, executor or quick(version)), stage, version, case, dtype)
+
+
+def verdicts_of(opened, stage, version, case, dtype):
+    """The same of a version that is open."""
+    found = run_opened(opened, stage, version, rounded(case, dtype))
+    directions = wanted(stage, version, case, dtype)[0]
+    return {d: verdict(found[d], d, stage, version, case, dtype) for d in directions}
 
 
 def assert_right(*arguments, **options):
@@ -189,15 +215,39 @@ SHOWN_BY |= dict.fromkeys(gemm.TEACHING, DEEP)
 LAUNCHED_BY = {"gates": "1_naive", "sum_rows": "2_tiled"}
 
 
+class WrongForwardError(Exception):
+    """What a forward returned exceeds its bound."""
+
+
+class StopsWhenWrong:
+    """A stage that is open, up to a forward with a wrong result: no backward need be run to see the fault."""
+
+    def __init__(self, opened, *what):
+        self.opened, self.what = opened, what
+
+    def forward(self, *arguments, **options):
+        returned = self.opened.forward(*arguments, **options)
+        results = [array for array in (returned if isinstance(returned, tuple) else (returned,)) if array is not None]
+        names = wanted(*self.what)[0]["forward"]
+        error, bound = verdict(dict(zip(names, results, strict=True)), "forward", *self.what)
+        if not error <= bound:
+            raise WrongForwardError
+        return returned
+
+    def __getattr__(self, name):
+        return getattr(self.opened, name)
+
+
 def assert_caught(stage, file, change, case=None, dtype=None, version=None, **constants):
     """A kernel stops, the next one's check finds no number in what this one left, or an error exceeds its bound."""
-    faulty = planted(stage, file, *change, **constants)
     version = version or LAUNCHED_BY.get(file, file)
     dtype = dtype or dtypes_of(stage, version)[0]
+    what = stage, version, case or SHOWN_BY.get(file, ragged(version)), dtype
+    faulty = StopsWhenWrong(on(stage, version, planted(stage, file, *change, **constants)), *what)
     try:
         with tiles.trying(SMALL) if "mma" in version and version in tiles.CANDIDATES else nullcontext():
-            errors = verdicts(stage, version, case or SHOWN_BY.get(file, ragged(version)), dtype, faulty)
-    except KernelFault:
+            errors = verdicts_of(faulty, *what)
+    except (KernelFault, WrongForwardError):
         return
     except ValueError as refused:
         assert "is nan, but" in str(refused)

@@ -141,11 +141,14 @@ struct WarpProduct {
   private:
     static constexpr unsigned TILE = 32;
 
-    // As many columns as the processor's registers hold, from the first on.
+    // As many columns as the processor's registers hold, from the first on. With a sum as the index of b, whose type
+    // may overflow, g++ 12 would load element by element.
     void multiply(unsigned row, unsigned first) {
         float tile[TILE] = {};
-        for (unsigned k = 0; k < DEPTH; ++k)
-            for (unsigned i = 0; i < TILE; ++i) tile[i] += a[row][k] * b[k][first + i];
+        for (unsigned k = 0; k < DEPTH; ++k) {
+            const float factor = a[row][k], *const line = b[k] + first;
+            for (unsigned i = 0; i < TILE; ++i) tile[i] += factor * line[i];
+        }
         std::copy_n(tile, TILE, sums[row] + first);
     }
 };
