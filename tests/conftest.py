@@ -36,6 +36,14 @@ def fail_if_skipped(report, path):
     return report
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-notebook",
+        action="store_true",
+        help="drive the controls of every notebook in JupyterLab (test_browser.py), not of the one with all kinds",
+    )
+
+
 def pytest_configure():
     """Let SIGINT end what the tests start, even if a shell that started them in the background made them ignore it.
 
