@@ -141,8 +141,8 @@ struct WarpProduct {
   private:
     static constexpr unsigned TILE = 32;
 
-    // As many columns as the processor's registers hold, from the first on. With a sum as the index of b, whose type
-    // may overflow, g++ 12 would load element by element.
+    // As many columns as the processor's registers hold, from the first on. The pointer to a line of b matters: where
+    // the index is a sum, g++ 12 loads one element at a time.
     void multiply(unsigned row, unsigned first) {
         float tile[TILE] = {};
         for (unsigned k = 0; k < DEPTH; ++k) {
