@@ -252,7 +252,7 @@ def assert_caught(stage, file, change, case=None, dtype=None, version=None, **co
     except ValueError as refused:
         assert "is nan, but" in str(refused)
         return
-    assert any(not error <= bound for error, bound in errors.values())
+    assert any(not error <= bound for error, bound in errors.values()), f"no error exceeds its bound: {errors}"
 
 
 def every_fault(faults):

@@ -232,3 +232,13 @@ FAULTS = {
 @every_fault(FAULTS)
 def test_a_planted_fault_is_caught(file, change):
     assert_caught("combine", file, change)
+
+
+@pytest.mark.parametrize(
+    ("stage", "file"),
+    [("expert_up", "1_naive"), ("expert_down", "1_naive"), ("combine", "1_gather"), ("combine", "2_vector")],
+)
+def test_a_kernel_without_a_fault_is_not_caught(stage, file):
+    """Its forward is not taken for a wrong one, after which no backward runs, and its backward is right."""
+    with pytest.raises(AssertionError, match="no error exceeds its bound"):
+        assert_caught(stage, file, ('extern "C"', 'extern  "C"'))
