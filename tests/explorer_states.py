@@ -11,15 +11,30 @@ from moeblaze_ref.course import notebook  # noqa: E402
 from moeblaze_ref.course.notebook import controls  # noqa: E402
 
 _explorers: list[Any] = []
-_explore = controls.explore
+_shown: dict[int, list[str]] = {}  # the texts of an explorer's controls when its picture was drawn
+_drawing: list[tuple[int, list[str]]] = []
+_explore, _display = controls.explore, controls.display
 
 
 def _kept(picture, beside=False, **widgets):
+    number = len(_explorers)
     _explorers.append((picture, widgets))
-    return _explore(picture, beside, **widgets)
+
+    def noted(**values):
+        _drawing.append((number, _control_texts(number)))
+        return picture(**values)
+
+    return _explore(noted, beside, **widgets)
+
+
+def _noted(shown):
+    _display(shown)
+    _shown.update(_drawing)
+    _drawing.clear()
 
 
 notebook.explore = controls.explore = _kept
+controls.display = _noted
 
 
 def _texts(control):
@@ -33,10 +48,19 @@ def _texts(control):
     return [str(option[0] if isinstance(option, tuple) else option)]
 
 
+def _control_texts(number):
+    return [text for control in _explorers[number][1].values() for text in _texts(control)]
+
+
+def is_shown(number):
+    """Whether the picture, or the message in its place, is out for the values that the controls have."""
+    return _shown.get(number) == _control_texts(number)
+
+
 def explorer_state(number):
     """The texts of the controls, and the picture that they ask for with its text, or the message in their place."""
     picture, widgets = _explorers[number]
-    state: dict[str, Any] = {"controls": [text for control in widgets.values() for text in _texts(control)]}
+    state: dict[str, Any] = {"controls": _control_texts(number)}
     try:
         shown = picture(**{name: control.value for name, control in widgets.items()})
     except ValueError as error:
