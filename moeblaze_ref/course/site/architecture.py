@@ -19,6 +19,7 @@ HOLDS = {
     "bench": "times on a GPU",
     "placement": "which GPU holds an expert",
     "lm": "a small language model",
+    "plan": "whole models, part by part",
     "verify": "checks, the checker",
     "memory": "bytes, by formula and measured",
     "nn": "torch modules, the oracle",
