@@ -9,10 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from moeblaze_ref.backends.registry import CHECKED, STAGES
-from moeblaze_ref.cli.shared import AsJson, Force, cache_errors, print_error, print_text, stdout, to_file, user_errors
+from moeblaze_ref.cli.shared import (
+    MOST_SECONDS,
+    AsJson,
+    Force,
+    cache_errors,
+    print_error,
+    print_text,
+    stdout,
+    to_file,
+    user_errors,
+)
 from moeblaze_ref.core import progress, provenance, source_hashes
 from moeblaze_ref.verify import in_subprocess
 
+SECONDS = 600  # of a check of one kernel
 kernel_option = functools.partial(typer.Option, rich_help_panel="A kernel of your own")  # refused without --kernel
 
 
@@ -50,7 +61,10 @@ def check(
     activation: Annotated[str | None, kernel_option(help="Default: swiglu.")] = None,
     dtype: Annotated[str | None, kernel_option(help="Default: float32.")] = None,
     define: Annotated[list[str] | None, kernel_option(help="NAME=VALUE, a constant of a .cu file; repeatable.")] = None,
-    timeout: Annotated[int, kernel_option(help="Seconds until a kernel counts as endless.", min=1)] = 600,
+    timeout: Annotated[
+        int | None,
+        kernel_option(help=f"Seconds until a kernel counts as endless. Default: {SECONDS}.", min=1, max=MOST_SECONDS),
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ):
@@ -61,8 +75,15 @@ def check(
 
     if coverage:
         raise typer.Exit(_show_coverage(context, as_json))
-    options = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "budgets": budget, "activation": activation}
-    options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
+    options: dict[str, Any] = {
+        "grid": grid,
+        "block": block,
+        "shared_bytes": shared_bytes,
+        "budgets": budget,
+        "activation": activation,
+    }
+    options |= {"dtype": dtype, "constants": define, "timeout": timeout}
+    options = {name: value for name, value in options.items() if value}
     with user_errors():
         if kernel is not None and gradients:
             raise ValueError("--gradients checks the torch layers, --kernel one kernel: leave one of them out")
@@ -71,9 +92,9 @@ def check(
         if gradients and stage:
             raise ValueError("--gradients checks the whole torch layer: leave --stage out")
         if options and kernel is None:
-            raise ValueError(f"{', '.join(options)}: only a kernel has these; name it with --kernel")
+            raise ValueError(f"{', '.join(options)}: only a check of one kernel has these; name it with --kernel")
     if kernel is not None:
-        raise typer.Exit(_check_kernel(kernel, stage or [], backend or [], options, timeout, record, force, as_json))
+        raise typer.Exit(_check_kernel(kernel, stage or [], backend or [], options, record, force, as_json))
     command = "check" + " --gradients" * gradients + " --large" * large
     with user_errors():
         if record:
@@ -130,7 +151,6 @@ def _check_kernel(
     stages: list[str],
     backends: list[str],
     options: dict[str, Any],
-    timeout: int,
     record: Path | None,
     force: bool,
     as_json: bool,
@@ -147,6 +167,7 @@ def _check_kernel(
             options["constants"] = dict(_definition(text) for text in options["constants"])
         if record:
             provenance.check_place(record, "check --kernel", force)
+        timeout = options.pop("timeout", SECONDS)
         try:
             verdict = in_subprocess.examine(kernel, stages[0], timeout, backend=next(iter(backends), None), **options)
         except TimeoutError:

@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from moeblaze_ref.cli.shared import AsJson, Force, file, print_text, show, stdout, to_file, user_errors
+from moeblaze_ref.cli.shared import (
+    MOST_SECONDS,
+    AsJson,
+    Force,
+    file,
+    print_text,
+    show,
+    stdout,
+    to_file,
+    user_errors,
+)
 
 course = typer.Typer(
     help="The exercises: what is solved, a fresh start, grades. For lecturers: slides, a quiz, nbgrader's form.",
@@ -87,9 +97,9 @@ def grade(
     folder: Annotated[Path, typer.Argument(help="Folder of solved notebooks, in any folders of their own.")],
     out: Annotated[Path, to_file(help="CSV to write: submission, exercise, kind, verdict, level, message.")],
     limit: Annotated[
-        int, typer.Option(help="Seconds of one kernel, or of one process of a torch project.", min=1)
+        int, typer.Option(help="Seconds of one kernel, or of one process of a torch project.", min=1, max=MOST_SECONDS)
     ] = 60,
-    memory: Annotated[float, typer.Option(help="GiB that one submission may hold.", min=0.5)] = 2,
+    memory: Annotated[float, typer.Option(help="GiB that one submission may hold.", min=0.5, max=2**20)] = 2,
     jobs: Annotated[
         int | None, typer.Option(help="Submissions at once; by default one a core, if memory allows.", min=1)
     ] = None,
@@ -118,7 +128,7 @@ def grade(
             raise ValueError(OPEN_NETWORK)
         grades = [*grading.grade(folder, limits, jobs or grading.jobs_of(limits))]
         writer.writerows(map(_as_text, one) for one in grades)
-        records.replace(out, lambda part: part.write_text(text.getvalue(), newline=""), begins, force)
+        records.replace(out, lambda part: part.write_text(text.getvalue(), "utf-8", newline=""), begins, force)
     table = Table("submission", *grading.VERDICTS)
     for name, counts in grading.totals(grades).items():
         table.add_row(name, *map(str, counts.values()))

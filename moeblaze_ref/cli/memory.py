@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moeblaze_ref.cli.shared import AsJson, Force, Tokens, print_plots, show, user_errors
+from moeblaze_ref.core.checks import MAX_EXPERTS
 from moeblaze_ref.core.config import PRESETS
 from moeblaze_ref.core.config import preset as find_preset
 
@@ -18,7 +19,9 @@ def memory(
     tokens: Tokens = None,
     system: Annotated[list[str] | None, typer.Option(help="Only this system; repeatable.")] = None,
     activation: Annotated[str | None, typer.Option(help="In place of the preset's.")] = None,
-    capacity_factor: Annotated[float, typer.Option(help="Of the padded system.")] = 1.25,
+    capacity_factor: Annotated[
+        float, typer.Option(help="Capacity of the padded system, as a multiple of L k / E.", max=MAX_EXPERTS)
+    ] = 1.25,
     block: Annotated[int, typer.Option(help="Of megablocks: rows and columns of a block.")] = 128,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run the layers, on a GPU if there is one, and see what is kept.")

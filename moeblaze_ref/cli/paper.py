@@ -14,7 +14,7 @@ def paper(
     item: Annotated[list[str] | None, typer.Argument(help="Such as moeblaze-fig3; all of them by default.")] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure the items on this GPU first.")] = False,
     record: Annotated[Path | None, to_file(help="With --gpu: add the runs to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the items' pictures into this folder.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write the items' pictures into this folder.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ):
@@ -23,14 +23,14 @@ def paper(
     from moeblaze_ref.papers.results import Recorded
 
     with user_errors():
-        items = command.chosen(item or [], gpu, record, plot)
-        if plot:
-            command.check_plots(items, plot, record, force)
+        items = command.chosen(item or [], gpu, record, plots)
+        if plots:
+            command.check_plots(items, plots, record, force)
         recorded = command.measure(items, record, progress.bar, force) if gpu else Recorded()
         rows = [row for one in items for row in one.rows(recorded)]
     show(as_json, report.as_json(items, rows), functools.partial(report.table, items, rows, details=bool(item)))
-    if plot:
+    if plots:
         with user_errors():
-            written = command.write_plots(items, recorded, plot, force)
+            written = command.write_plots(items, recorded, plots, force)
         print_plots(written, none="nothing is recorded")
     raise typer.Exit(1 if claims.failures(rows) else 0)

@@ -8,12 +8,14 @@ import typer
 
 from moeblaze_ref.cli.shared import AsJson, Force, print_plots, show, to_file, user_errors
 from moeblaze_ref.core import progress, provenance, records, source_hashes
+from moeblaze_ref.core.checks import MAX_EXPERTS
 
+MOST_WIDTH = 2**20
 PLOTS = ("load_by_gpu", "load_against_crossings")
 
 
 def place(
-    gpus: Annotated[int, typer.Option(help="G.")],
+    gpus: Annotated[int, typer.Option(help="GPUs to place the experts on.", max=MAX_EXPERTS)],
     trace: Annotated[
         Path | None, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
     ] = None,
@@ -22,7 +24,10 @@ def place(
         typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8 and at most 128x1024x32, of Zipf's load."),
     ] = None,
     splits: Annotated[
-        int, typer.Option(help="Random halves of the sequences to fit to and evaluate on; 0: the whole trace for both.")
+        int,
+        typer.Option(
+            help="Random halves of the sequences to fit to and evaluate on; 0: the whole trace for both.", max=10_000
+        ),
     ] = 1,
     method: Annotated[
         list[str] | None,
@@ -31,9 +36,11 @@ def place(
     topology: Annotated[
         str, typer.Option(help="nvlink, two-nodes, or a .json with bandwidth (G, G) bytes/s and, measured, token_s.")
     ] = "nvlink",
-    d: Annotated[int, typer.Option("--d", help="Model width: what a token's transfer and computation cost.")] = 2880,
-    h: Annotated[int, typer.Option("--h", help="Expert width.")] = 2880,
-    tokens: Annotated[int, typer.Option(help="Of the modelled step.")] = 16_384,
+    d: Annotated[
+        int, typer.Option("--d", help="Model width: what a token's transfer and computation cost.", max=MOST_WIDTH)
+    ] = 2880,
+    h: Annotated[int, typer.Option("--h", help="Expert width.", max=MOST_WIDTH)] = 2880,
+    tokens: Annotated[int, typer.Option(help="Tokens of the step whose time is modelled.", max=2**40)] = 16_384,
     num_experts: Annotated[int | None, typer.Option("--experts", help="E, where the trace does not say it.")] = None,
     model: Annotated[str | None, typer.Option(help="Name in the map, in place of the trace's.")] = None,
     experts_per_gpu: Annotated[

@@ -23,6 +23,7 @@ Tokens = Annotated[int | None, typer.Option(help="L, in place of the preset's.")
 Force = Annotated[
     bool, typer.Option("--force", help="Replace a file that is there even if this command did not write it.")
 ]
+MOST_SECONDS = 10**6  # of a time limit
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -77,8 +78,15 @@ def _one_line(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        print_error(str(error))
+        print_error(_in_words(error))
         raise typer.Exit(2) from None
+
+
+def _in_words(error: Exception) -> str:
+    """The message of an error; the system's own without its number, and with the file first."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def print_error(message: str):

@@ -79,7 +79,7 @@ def check_plots(found: Sequence[Item], folder: Path, record: Path | None = None,
     recorded, here = Recorded(), results.device_name(provenance.environment()["device"])
     of_items = (item.plot_names([*(device for device, _ in recorded.runs(item.id)), here]) for item in found)
     names = list(itertools.chain.from_iterable(of_items))
-    records.check_distinct({"--record": [record], "--plot": figures.pictures(folder, names)})
+    records.check_distinct({"--record": [record], "--plots": figures.pictures(folder, names)})
     figures.check(folder, names, force)
 
 

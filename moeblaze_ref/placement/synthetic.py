@@ -115,6 +115,8 @@ def trace_or_synthetic(
         return traces.load(path, num_experts, model)
     if path is not None or size is None:
         raise ValueError("name either a trace or the size of a synthetic one, LAYERSxExK")
+    if num_experts is not None:
+        raise ValueError(f"the synthetic trace {size} names its experts itself: leave the number of experts out")
     if not re.fullmatch(r"\d+x\d+x\d+", size):
         raise ValueError(f"{size!r} must be LAYERSxExK, three whole numbers, such as 58x256x8")
     layers, E, k = map(int, size.split("x"))

@@ -312,7 +312,7 @@ COMMANDS = {
         ("memory", "--preset", "conf1", "--measure", "--plots"), figures._check_picture, of_memory,
         "memory_against_tokens.png",
     ),
-    "paper --plot": Command(("paper", "moeblaze-fig3", "--plot"), figures._check_picture, file="moeblaze-fig3.png"),
+    "paper --plots": Command(("paper", "moeblaze-fig3", "--plots"), figures._check_picture, file="moeblaze-fig3.png"),
     "demo": Command(("demo", "--out"), figures._check_picture, of_demo, "loss.png"),
     "parallel.bench": Command(
         ("--trace", "t", "--map", "m", "--preset", "toy", "--tokens", "4", "--steps", "1", "--record"), provenance.load,
@@ -464,7 +464,7 @@ COLLISIONS = {
     "place: a pipe": (PLACE, of_place, ("--out", "pipe"), ("--record", "pipe")),
     "evidence: a log": (EVIDENCE_OF_CURVES, of_evidence, ("--record", "runs/moeblaze/log.jsonl"), ("--out", "runs")),
     "evidence: the runs' folder": (EVIDENCE_OF_CURVES, of_evidence, ("--record", "runs"), ("--out", "runs")),
-    "paper: a picture": (PAPER, of_paper, ("--record", "plots/moeblaze-fig4_H100.png"), ("--plot", "plots")),
+    "paper: a picture": (PAPER, of_paper, ("--record", "plots/moeblaze-fig4_H100.png"), ("--plots", "plots")),
 }
 
 

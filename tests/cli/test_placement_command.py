@@ -165,6 +165,22 @@ def test_a_huge_synthetic_trace_is_refused_before_anything_is_allocated(monkeypa
     assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--gpus", 10**24),
+        ("--splits", 10**20),
+        ("--d", 10**30),
+        ("--h", 10**30),
+        ("--tokens", 10**30),
+        ("--experts", 8),  # which the size names
+    ],
+)
+def test_a_number_without_a_meaning_is_refused(option):
+    said = refused("--synthetic", "2x8x2", *(() if option[0] == "--gpus" else ("--gpus", 2)), *option)
+    assert option[0] in said or "leave the number of experts out" in said
+
+
 def test_a_synthetic_trace_is_named_by_its_size(monkeypatch, tmp_path):
     monkeypatch.setattr(synthetic, "TOKENS", 400)
     record = tmp_path / "record.json"

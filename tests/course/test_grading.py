@@ -111,6 +111,28 @@ def test_what_is_no_submission_is_unreadable(text, message, tmp_path):
     assert found.verdict == "unreadable" and message in found.message
 
 
+def test_a_link_is_no_submission_and_is_not_read(tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "one.ipynb").symlink_to(tmp_path / "secret")
+    (found,) = grading.grade(tmp_path)
+    assert found.verdict == "unreadable" and found.message == "one.ipynb is a link, but a submission is a file"
+
+
+@pytest.mark.parametrize("name", ["M\udcfcller.ipynb", "Müller.ipynb"])  # the first has a byte that is no UTF-8
+def test_a_name_in_any_encoding_is_graded(name, tmp_path, monkeypatch):
+    notebook(tmp_path / "in" / name, PREDICTED.format(134_217_728, 2**30))
+    assert moeblaze("course", "grade", tmp_path / "in", "--out", tmp_path / "x.csv").exit_code == 0
+    first, *_ = csv.DictReader((tmp_path / "x.csv").read_text("utf-8").splitlines())
+    assert first["submission"] == name.replace("\udcfc", r"\udcfc") and first["verdict"] == "right"
+
+
+@pytest.mark.parametrize("option", ["--memory=inf", "--memory=1e300", "--limit=10000000000"])
+def test_a_limit_that_no_machine_has_is_refused(option, tmp_path):
+    notebook(tmp_path / "one.ipynb", "1")
+    done = moeblaze("course", "grade", tmp_path, "--out", tmp_path / "x.csv", option)
+    assert done.exit_code == 2 and option.partition("=")[0] in done.output and not (tmp_path / "x.csv").exists()
+
+
 def test_a_submission_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(submission, "MOST_BYTES", 10)
     notebook(tmp_path / "one.ipynb", "1")
@@ -286,16 +308,35 @@ def test_what_is_solved_is_listed_until_it_is_reset(own):
     ("arguments", "message"),
     [
         (["reset", "first-wal"], "Did you mean 'first-wall'?"),
-        (["reset", "first-wall", "--folder", "nowhere"], "nowhere/00_memory_wall.ipynb"),
+        (["reset", "first-wall", "--folder", "nowhere"], "there is no nowhere/00_memory_wall.ipynb; `moeblaze lab`"),
+        (["reset", "first-wall", "--folder", "old"], "00_memory_wall.ipynb is no notebook: ValidationError"),
+        (["reset", "first-wall", "--folder", "binary"], "00_memory_wall.ipynb is no notebook: UnicodeDecodeError"),
     ],
 )
 def test_what_cannot_be_reset(own, arguments, message):
+    for folder, text in {"old": b"{}", "binary": b"\xf7"}.items():
+        Path(folder).mkdir()
+        (Path(folder) / "00_memory_wall.ipynb").write_bytes(text)
     done = moeblaze("course", *arguments)
     assert done.exit_code == 2 and message in " ".join(done.output.split())
 
 
-def test_a_damaged_file_of_progress_is_named(own):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "progress.json is no object, but it must be one"),
+        ('{"first-wall": 3}', "first-wall is 3, but it must be a day such as 2026-01-31"),
+        ('{"first-wall": "\\ud800"}', r"first-wall is '\ud800', but it must be a day"),
+    ],
+)
+def test_a_damaged_file_of_progress_is_named(own, text, message):
     own.parent.mkdir()
-    own.write_text("[1]")
+    own.write_text(text)
     done = moeblaze("course", "list")
-    assert done.exit_code == 2 and "progress.json" in done.output
+    assert done.exit_code == 2 and "progress.json" in done.output and message in " ".join(done.output.split())
+
+
+def test_a_folder_in_place_of_the_file_of_progress_is_named(own):
+    own.mkdir(parents=True)
+    done = moeblaze("course", "list")
+    assert done.exit_code == 2 and "progress.json: Is a directory" in "".join(done.output.splitlines())

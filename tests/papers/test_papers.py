@@ -484,7 +484,7 @@ def test_a_failing_claim_exits_with_1(monkeypatch):
         (("moeblaze-2.1", "--gpu"), "moeblaze-2.1 is not measured on a GPU. Measured are: moeblaze-3.1"),
         (("moeblaze-fig4", "--record", "x.json"), "--record takes what --gpu measures: add --gpu"),
         (("moeblaze-fig4", "--gpu"), "only a GPU is timed"),
-        (("moeblaze-2.1", "moeblaze-2.2", "--plot", "x"), "there is no picture of moeblaze-2.1, moeblaze-2.2. Drawn"),
+        (("moeblaze-2.1", "moeblaze-2.2", "--plots", "x"), "there is no picture of moeblaze-2.1, moeblaze-2.2. Drawn"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(arguments, message):
@@ -493,13 +493,13 @@ def test_what_cannot_be_asked_for_is_refused(arguments, message):
 
 
 def test_pictures_go_into_the_folder(tmp_path):
-    result = paper("moeblaze-2.1", "moeblaze-fig3", "--plot", tmp_path)
+    result = paper("moeblaze-2.1", "moeblaze-fig3", "--plots", tmp_path)
     assert result.exit_code == 0 and [path.name for path in tmp_path.iterdir()] == ["moeblaze-fig3.png"]
 
 
 def test_nothing_recorded_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FILES", "none_*.json")
-    assert "plots: nothing is recorded" in paper("moeblaze-fig4", "--plot", tmp_path).stderr
+    assert "plots: nothing is recorded" in paper("moeblaze-fig4", "--plots", tmp_path).stderr
 
 
 def test_without_our_trace_the_rows_say_so(monkeypatch):

@@ -1048,7 +1048,9 @@ def test_the_command_says_what_is_missing(mine):
         ("--kernel", mine, "--stage", "combine", "--backend", "simt", "--backend", "cuda"): "2 are named",
         ("--kernel", mine, "--stage", "combine", "--define", "N"): "'N' must be NAME=VALUE",
         ("--kernel", f"{mine}:mien", "--stage", "combine"): f"'mien' is wanted, but {mine} has mine",
-        ("--stage", "combine", "--budget", "read <= 1"): "only a kernel has these; name it with --kernel",
+        ("--stage", "combine", "--budget", "read <= 1"): "budgets: only a check of one kernel has these",
+        ("--stage", "combine", "--timeout", "60"): "timeout: only a check of one kernel has these",
+        ("--kernel", mine, "--stage", "combine", "--timeout", 10**10): "--timeout",
     }.items():
         result = moeblaze("check", *arguments)
         assert result.exit_code == 2 and message in result.stderr and not result.stdout

@@ -81,7 +81,12 @@ def grade(folder: Path, limits: guard.Limits = LIMITS, jobs: int = 1) -> Iterato
     paths = submissions(folder)
     with ThreadPoolExecutor(jobs) as pool:
         for grades in pool.map(lambda path: [*_grades(path, str(path.relative_to(folder)), limits)], paths):
-            yield from grades
+            yield from (Grade(*map(_printable, grade)) for grade in grades)
+
+
+def _printable(text: str) -> str:
+    """The text, with what is no character written as \\udcfc: a file name of another encoding has such."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _grades(path: Path, name: str, limits: guard.Limits) -> Iterator[Grade]:

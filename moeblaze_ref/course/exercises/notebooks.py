@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
@@ -29,6 +28,7 @@ from moeblaze_ref.course.exercises.exercise import (
 )
 from moeblaze_ref.course.exercises.kernels import Kernel, helpers
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
+from moeblaze_ref.course.exercises.submission import read_notebook
 from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.course.notebook.execution import METADATA
 from moeblaze_ref.verify.checker.contracts import CONTRACTS
@@ -183,7 +183,11 @@ def reset(name: str, path: Path) -> None:
         If the notebook cannot be read or written.
     """
     exercise = EXERCISES[checks.check_name("exercise", name, EXERCISES)]
-    notebook = nbformat.read(path, as_version=4)
+    if not path.exists():
+        raise ValueError(
+            f"there is no {path}; `moeblaze lab` copies the notebooks, --folder names another folder of them"
+        )
+    notebook = read_notebook(path)
     cells = [cell for cell in notebook.cells if cell.get("id") == f"{name}-answer"]
     if not cells:
         raise ValueError(f"{path} has no cell {name}-answer")

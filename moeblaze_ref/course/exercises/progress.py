@@ -7,6 +7,7 @@ import datetime
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -49,7 +50,17 @@ def _noted() -> dict[str, str]:
     path = file()
     if not path.exists():
         return {}
-    return {name: str(day) for name, day in records.read(path, ()).items() if _exercise(name) in EXERCISES}
+    noted = {name: day for name, day in records.read(path, ()).items() if _exercise(name) in EXERCISES}
+    for name, day in noted.items():
+        _check_day(path, name, day)
+    return noted
+
+
+def _check_day(path: Path, name: str, day: Any) -> None:
+    try:
+        datetime.date.fromisoformat(day)
+    except (TypeError, ValueError):
+        raise ValueError(f"{path}: {name} is {day!r}, but it must be a day such as 2026-01-31") from None
 
 
 def _exercise(name: str) -> str:

@@ -39,17 +39,35 @@ def read(path: Path) -> Submission:
     OSError
         If it cannot be read.
     """
+    if path.is_symlink():
+        raise ValueError(f"{path.name} is a link, but a submission is a file")
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"{path.name} has {size:,} bytes, but a submission has at most {MOST_BYTES:,}")
-    try:
-        notebook = nbformat.read(path, as_version=4)
-        code = [str(cell.source) for cell in notebook.cells if cell.cell_type == "code"]
-    except Exception as error:  # whatever nbformat makes of a file that is no notebook
-        raise ValueError(f"{path.name} is no notebook: {type(error).__name__}: {error}") from None
+    code = [str(cell.source) for cell in read_notebook(path).cells if cell.cell_type == "code"]
     codes = dict(found for cell in code if (found := _code(cell)))
     cells = tuple(_without_magics(cell) for cell in code if not cell.startswith(_MAGIC))
     answered = tuple(name for cell in cells for name in answered_in(cell))
     return Submission(codes, answered, cells)
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode:
+    """Read a file as a notebook of nbformat's version 4.
+
+    Raises
+    ------
+    ValueError
+        If it is no notebook.
+    OSError
+        If it cannot be read.
+    """
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except OSError:
+        raise
+    except Exception as error:  # whatever nbformat makes of a file that is no notebook
+        raise ValueError(f"{path.name} is no notebook: {type(error).__name__}: {error}") from None
+    return notebook
 
 
 def _code(cell: str) -> tuple[str, str] | None:
