@@ -36,7 +36,8 @@ simt_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    ret
+    popq %rcx
+    jmp *%rcx
 )");
 #elif defined(__aarch64__)
 constexpr size_t SAVED_WORDS = 20, RETURN_WORD = 11;

@@ -587,25 +587,28 @@ struct Worker {
     __attribute__((noinline)) void check(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
         int buffer = WarpAccess::SHARED;
         if (block_memory.holds(address, bytes)) {
-            if (kind & SIMT_READ) shared.read_bytes += bytes;
-            if (kind & SIMT_WRITE) {
-                shared.written_bytes += bytes;
-                block_memory.note_write(address, bytes, current->number);
-            }
-        } else if ((buffer = find_buffer(address, bytes)) >= 0) {
-            if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
-            if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
-        } else if (image.holds(address, bytes)) {
-            return;
-        } else {
+            if (kind & SIMT_WRITE) block_memory.note_write(address, bytes, current->number);
+        } else if ((buffer = find_buffer(address, bytes)) < 0) {
+            if (image.holds(address, bytes)) return;
             if (launch->recorder) record(address, bytes, kind, instruction);
             out_of_bounds(address, bytes, kind);
         }
+        if (launch->counted) count(address, bytes, kind, instruction, buffer);
+        if (observed) after_access(address, bytes, kind, instruction);
+    }
+
+    __attribute__((noinline)) void count(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction,
+                                         int buffer) {
+        if (buffer == WarpAccess::SHARED) {
+            if (kind & SIMT_READ) shared.read_bytes += bytes;
+            if (kind & SIMT_WRITE) shared.written_bytes += bytes;
+        } else {
+            if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
+            if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
+        }
         ++current->accesses;
         current->has_written |= (kind & SIMT_WRITE) != 0;
-        if (launch->counted && !warps[current->warp].add(instruction, current->lane, address, bytes, kind, buffer))
-            endless();
-        if (observed) after_access(address, bytes, kind, instruction);
+        if (!warps[current->warp].add(instruction, current->lane, address, bytes, kind, buffer)) endless();
     }
 
     // A loop without an end would fill all memory with its accesses long before anybody loses patience.
