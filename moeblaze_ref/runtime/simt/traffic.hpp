@@ -12,6 +12,11 @@
 
 #include "simt_abi.h"
 
+template <class Visit>
+void each_lane(uint32_t lanes, Visit visit) {
+    for (uint32_t left = lanes; left; left &= left - 1) visit(unsigned(__builtin_ctz(left)));
+}
+
 struct WarpAccess {
     static constexpr int SHARED = -1;
 
@@ -26,15 +31,11 @@ struct WarpAccess {
         address[lane] = where;
     }
 
-    template <class Visit>
-    void each_lane(Visit visit) const {
-        for (uint32_t left = lanes; left; left &= left - 1) visit(unsigned(__builtin_ctz(left)));
-    }
 
     // Distinct 32-byte sectors that the lanes touch.
     unsigned sectors() const {
         Distinct<128> seen;
-        each_lane([&](unsigned lane) {
+        each_lane(lanes, [&](unsigned lane) {
             for (uint64_t sector = address[lane] / 32; sector <= (address[lane] + bytes - 1) / 32; ++sector)
                 seen.insert(sector);
         });
@@ -67,7 +68,7 @@ struct WarpAccess {
     unsigned bank_passes(unsigned first, unsigned last) const {
         std::array<Distinct<32>, 32> banks;  // the words of each
         unsigned passes = 0;
-        each_lane([&](unsigned lane) {
+        each_lane(lanes, [&](unsigned lane) {
             if (lane < first || lane >= last) return;
             for (uint64_t word = address[lane] / 4; word <= (address[lane] + bytes - 1) / 4; ++word) {
                 Distinct<32>& bank = banks[word % 32];
