@@ -120,6 +120,7 @@ class WarpLog {
         std::array<uint32_t, 32> turns{};  // executions by each lane
         uint32_t used = 0;
         std::vector<WarpAccess> accesses;
+        size_t next = 0;  // slot of the instruction that came after it
     };
 
     static void count(const WarpAccess& access, SimtBuffer* buffers, SimtShared& shared) {
@@ -129,7 +130,17 @@ class WarpLog {
         if (access.access & SIMT_WRITE) buffers[access.buffer].written_sectors += sectors;
     }
 
+    // Mostly the one that came next the last time.
     Instruction& find(const void* address) {
+        size_t slot = table_[last_].next;
+        if (table_[slot].address != address) {
+            slot = slot_of(address);
+            table_[last_].next = slot;
+        }
+        return table_[last_ = slot];
+    }
+
+    size_t slot_of(const void* address) {
         if (active_.size() >= table_.size() / 2) grow();
         size_t slot = hash(address);
         while (table_[slot].address && table_[slot].address != address) slot = (slot + 1) & (table_.size() - 1);
@@ -137,7 +148,7 @@ class WarpLog {
             table_[slot].address = address;
             active_.push_back(&table_[slot]);
         }
-        return table_[slot];
+        return slot;
     }
 
     size_t hash(const void* address) const {
@@ -149,11 +160,12 @@ class WarpLog {
         old.swap(table_);
         active_.clear();
         for (Instruction& entry : old)
-            if (entry.address) find(entry.address) = std::move(entry);
+            if (entry.address) table_[slot_of(entry.address)] = std::move(entry);
     }
 
     static constexpr size_t SLOTS = 64;  // a power of two, as every later size
     uint64_t meetings_ = 0;
     std::vector<Instruction> table_;
+    size_t last_ = 0;  // slot
     std::vector<Instruction*> active_;
 };
