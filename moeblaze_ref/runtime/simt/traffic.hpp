@@ -31,7 +31,6 @@ struct WarpAccess {
         address[lane] = where;
     }
 
-
     // Distinct 32-byte sectors that the lanes touch.
     unsigned sectors() const {
         Distinct<128> seen;
