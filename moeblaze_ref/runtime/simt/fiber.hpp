@@ -14,7 +14,7 @@
 #include "range.hpp"
 
 // Keeps the place where the caller is in *from, and goes on at the place `to`. Its name has no underscore in front, on
-// macOS either, where a compiler would add one.
+// macOS either, where a compiler would add one. x86-64 jumps there: it predicts that a return goes to the last call.
 extern "C" void simt_switch(uint64_t** from, uint64_t* to) asm("simt_switch");
 
 #if defined(__x86_64__)
@@ -36,7 +36,8 @@ simt_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    ret
+    popq %rcx
+    jmp *%rcx
 )");
 #elif defined(__aarch64__)
 constexpr size_t SAVED_WORDS = 20, RETURN_WORD = 11;

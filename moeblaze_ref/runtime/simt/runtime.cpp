@@ -27,7 +27,7 @@ namespace {
 
 constexpr unsigned WARP = 32;
 
-enum class State { READY, AT_BARRIER, AT_WARP, AT_MBARRIER, EXITED };
+enum State { READY, AT_BARRIER, AT_WARP, AT_MBARRIER, EXITED, NUM_STATES };
 
 struct AsyncCopy {
     void* to;
@@ -72,7 +72,7 @@ struct Thread {
     bool has_written;   // in this block
 
     void begin_block() {
-        state = State::READY;
+        state = EXITED;
         accesses = 0;
         has_written = false;
         copies.clear();
@@ -92,6 +92,16 @@ struct Thread {
 
     bool waits_with(const Thread& other) const {
         return site.line == other.site.line && site.operation == other.site.operation && site.file == other.site.file;
+    }
+};
+
+struct Warp {
+    WarpLog log;
+    uint32_t lanes[NUM_STATES];  // in each state; those that no thread has count as exited
+
+    void begin_block() {
+        std::fill_n(lanes, NUM_STATES, 0);
+        lanes[EXITED] = ~0u;
     }
 };
 
@@ -144,7 +154,7 @@ struct Worker {
 
     std::vector<std::unique_ptr<Thread>> pool;
     unsigned num_threads = 0;
-    std::vector<WarpLog> warps;
+    std::vector<Warp> warps;
     SimtDim block;
     uint64_t block_number = 0;
     Thread* current = nullptr;
@@ -228,12 +238,23 @@ struct Worker {
         barriers.clear();
         transfers.clear();
         barriers_passed = 0;
-        for (unsigned i = 0; i < num_threads; ++i) pool[i]->begin_block();
+        for (Warp& warp : warps) warp.begin_block();
+        for (unsigned i = 0; i < num_threads; ++i) {
+            pool[i]->begin_block();
+            enter(*pool[i], READY);
+        }
         favourite = launch->seed ? unsigned(random.next() % warps.size()) : 0;
         while (!failed && run_round()) {
         }
         if (failed) warps.clear();
         count_work();
+    }
+
+    void enter(Thread& thread, State state) {
+        Warp& warp = warps[thread.warp];
+        warp.lanes[thread.state] &= ~(1u << thread.lane);
+        warp.lanes[state] |= 1u << thread.lane;
+        thread.state = state;
     }
 
     void count_work() {
@@ -263,8 +284,7 @@ struct Worker {
     // Runs the warp's ready lanes and completes its exchanges; false if it had none to run.
     bool run_warp(unsigned warp) {
         unsigned lanes[WARP], ready = 0;
-        for (unsigned i = warp_begin(warp); i < warp_end(warp); ++i)
-            if (pool[i]->state == State::READY) lanes[ready++] = i;
+        each_lane(warps[warp].lanes[READY], [&](unsigned lane) { lanes[ready++] = warp_begin(warp) + lane; });
         if (launch->seed) shuffle(lanes, ready);
         for (unsigned i = 0; i < ready && !failed; ++i) {
             current = pool[lanes[i]].get();
@@ -272,7 +292,7 @@ struct Worker {
             current->fiber.resume();
         }
         if (failed || !ready) return false;
-        if (!has_ready_lane(warp)) warps[warp].flush(buffers.data(), shared);
+        if (!warps[warp].lanes[READY]) warps[warp].log.flush(buffers.data(), shared);
         release_warp(warp);
         return true;
     }
@@ -287,16 +307,10 @@ struct Worker {
         const unsigned count = unsigned(warps.size());
         if (random.next() % 16 == 0) favourite = unsigned(random.next() % count);
         for (unsigned step = 0; step < count; ++step) {
-            if (has_ready_lane(favourite)) return true;
+            if (warps[favourite].lanes[READY]) return true;
             favourite = step ? (favourite + 1) % count : unsigned(random.next() % count);
         }
-        return has_ready_lane(favourite);
-    }
-
-    bool has_ready_lane(unsigned warp) const {
-        for (unsigned i = warp_begin(warp); i < warp_end(warp); ++i)
-            if (pool[i]->state == State::READY) return true;
-        return false;
+        return warps[favourite].lanes[READY];
     }
 
     unsigned warp_begin(unsigned warp) const { return warp * WARP; }
@@ -315,26 +329,28 @@ struct Worker {
             fail_at(self, site, "has mask 0x%08x, which leaves out the calling lane %u", mask, self.lane);
             stop();
         }
-        self.state = State::AT_WARP;
+        enter(self, AT_WARP);
         yield();
     }
 
     // Completes every exchange of the warp for which all live lanes of its mask have arrived.
     void release_warp(unsigned warp) {
-        for (unsigned i = warp_begin(warp); i < warp_end(warp) && !failed; ++i)
-            if (pool[i]->state == State::AT_WARP && all_arrived(*pool[i])) exchange(*pool[i]);
+        each_lane(warps[warp].lanes[AT_WARP], [&](unsigned lane) {
+            Thread& first = *pool[warp_begin(warp) + lane];
+            if (!failed && first.state == AT_WARP && all_arrived(first)) exchange(first);
+        });
     }
+
+    uint32_t live_lanes(const Thread& of) const { return of.mask & ~warps[of.warp].lanes[EXITED]; }
 
     template <class Visit>
     void each_live_lane(const Thread& of, Visit visit) {
-        for (unsigned i = warp_begin(of.warp); i < warp_end(of.warp); ++i)
-            if (of.mask >> (i % WARP) & 1 && pool[i]->state != State::EXITED) visit(*pool[i]);
+        each_lane(live_lanes(of), [&](unsigned lane) { visit(*pool[warp_begin(of.warp) + lane]); });
     }
 
     bool all_arrived(const Thread& first) {
-        bool arrived = true;
-        each_live_lane(
-            first, [&](const Thread& other) { arrived &= other.state == State::AT_WARP && other.waits_with(first); });
+        bool arrived = !(live_lanes(first) & ~warps[first.warp].lanes[AT_WARP]);
+        if (arrived) each_live_lane(first, [&](const Thread& other) { arrived &= other.waits_with(first); });
         if (!arrived) return false;
         each_live_lane(first, [&](const Thread& other) {
             if (other.mask != first.mask)
@@ -350,7 +366,7 @@ struct Worker {
         meeting = &first;
         unseen = EVERYTHING;  // what an exchange reads and writes is not the kernel's
         if (first.exchange) first.exchange(lanes);
-        each_live_lane(first, [&](Thread& lane) { lane.state = State::READY; });
+        each_live_lane(first, [&](Thread& lane) { enter(lane, READY); });
     }
 
     void absent(unsigned lane, unsigned source) {
@@ -364,12 +380,12 @@ struct Worker {
     bool release_barrier() {
         unsigned votes = 0;
         for (unsigned i = 0; i < num_threads; ++i) {
-            if (pool[i]->state != State::AT_BARRIER || !pool[i]->waits_with(*pool[0])) return false;
+            if (pool[i]->state != AT_BARRIER || !pool[i]->waits_with(*pool[0])) return false;
             votes += pool[i]->predicate != 0;
         }
         for (unsigned i = 0; i < num_threads; ++i) {
             pool[i]->result = barrier_result(pool[i]->block_op, votes);
-            pool[i]->state = State::READY;
+            enter(*pool[i], READY);
         }
         ++barriers_passed;
         return true;
@@ -415,8 +431,8 @@ struct Worker {
         if (!barrier.turn()) return;
         const bool overtakes = launch->seed && random.next() % 2;  // who waited goes before who arrived
         for (unsigned i = 0; i < num_threads; ++i) {
-            if (pool[i]->state != State::AT_MBARRIER || pool[i]->awaited != &barrier) continue;
-            pool[i]->state = State::READY;
+            if (pool[i]->state != AT_MBARRIER || pool[i]->awaited != &barrier) continue;
+            enter(*pool[i], READY);
             if (overtakes) favourite = pool[i]->warp;
         }
     }
@@ -457,7 +473,7 @@ struct Worker {
 
     bool has_live_thread() const {
         for (unsigned i = 0; i < num_threads; ++i)
-            if (pool[i]->state != State::EXITED) return true;
+            if (pool[i]->state != EXITED) return true;
         return false;
     }
 
@@ -551,26 +567,26 @@ struct Worker {
         const Thread* found = nullptr;
         for (unsigned i = 0; i < num_threads; ++i) {
             const Thread* thread = pool[i].get();
-            if (thread->state == State::AT_MBARRIER && thread->awaited->bytes) return thread;
-            if (!found && thread->state != State::EXITED) found = thread;
+            if (thread->state == AT_MBARRIER && thread->awaited->bytes) return thread;
+            if (!found && thread->state != EXITED) found = thread;
         }
         return found;
     }
 
     void explain_wait(const Thread& waits) {
         const Mbarrier* barrier = waits.awaited;
-        if (waits.state == State::AT_MBARRIER)
+        if (waits.state == AT_MBARRIER)
             return fail_at(waits, waits.site,
                            "waits for phase %u of a barrier that lacks %u of %u arrivals and %ld bytes", barrier->phase,
                            barrier->missing, barrier->arrivals, long(barrier->bytes));
-        const bool in_warp = waits.state == State::AT_WARP;
+        const bool in_warp = waits.state == AT_WARP;
         const unsigned begin = in_warp ? warp_begin(waits.warp) : 0, end = in_warp ? warp_end(waits.warp) : num_threads;
         for (unsigned i = begin; i < end; ++i) {
             const Thread& absent = *pool[i];
-            const bool awaited = !in_warp || (waits.mask >> absent.lane & 1 && absent.state != State::EXITED);
+            const bool awaited = !in_warp || (waits.mask >> absent.lane & 1 && absent.state != EXITED);
             if (!awaited || (absent.state == waits.state && absent.waits_with(waits))) continue;
             char elsewhere[256] = "has exited";
-            if (absent.state != State::EXITED)
+            if (absent.state != EXITED)
                 snprintf(elsewhere, sizeof elsewhere, "waits at %s at %s:%d", absent.site.operation, absent.site.file,
                          absent.site.line);
             return fail(waits, "waits at %s at %s:%d for thread (%u, %u, %u), which %s", waits.site.operation,
@@ -587,25 +603,28 @@ struct Worker {
     __attribute__((noinline)) void check(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
         int buffer = WarpAccess::SHARED;
         if (block_memory.holds(address, bytes)) {
-            if (kind & SIMT_READ) shared.read_bytes += bytes;
-            if (kind & SIMT_WRITE) {
-                shared.written_bytes += bytes;
-                block_memory.note_write(address, bytes, current->number);
-            }
-        } else if ((buffer = find_buffer(address, bytes)) >= 0) {
-            if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
-            if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
-        } else if (image.holds(address, bytes)) {
-            return;
-        } else {
+            if (kind & SIMT_WRITE) block_memory.note_write(address, bytes, current->number);
+        } else if ((buffer = find_buffer(address, bytes)) < 0) {
+            if (image.holds(address, bytes)) return;
             if (launch->recorder) record(address, bytes, kind, instruction);
             out_of_bounds(address, bytes, kind);
         }
+        if (launch->counted) count(address, bytes, kind, instruction, buffer);
+        if (observed) after_access(address, bytes, kind, instruction);
+    }
+
+    __attribute__((noinline)) void count(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction,
+                                         int buffer) {
+        if (buffer == WarpAccess::SHARED) {
+            if (kind & SIMT_READ) shared.read_bytes += bytes;
+            if (kind & SIMT_WRITE) shared.written_bytes += bytes;
+        } else {
+            if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
+            if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
+        }
         ++current->accesses;
         current->has_written |= (kind & SIMT_WRITE) != 0;
-        if (launch->counted && !warps[current->warp].add(instruction, current->lane, address, bytes, kind, buffer))
-            endless();
-        if (observed) after_access(address, bytes, kind, instruction);
+        if (!warps[current->warp].log.add(instruction, current->lane, address, bytes, kind, buffer)) endless();
     }
 
     // A loop without an end would fill all memory with its accesses long before anybody loses patience.
@@ -658,7 +677,7 @@ struct Worker {
         const auto [where, begin] = place(address, bytes);
         to.records[to.seen - 1] = {
             block_number, address - begin, uint64_t(instruction) - image.begin, current->number, bytes,
-            access,       where,           warps[current->warp].meetings()};
+            access,       where,           warps[current->warp].log.meetings()};
     }
 
     void record_operation(const void* instruction) {
@@ -712,7 +731,7 @@ struct Worker {
 void thread_body() {
     for (;;) {
         worker->launch->entry(worker->launch->arguments);
-        worker->current->state = State::EXITED;
+        worker->enter(*worker->current, EXITED);
         worker->yield();
     }
 }
@@ -818,7 +837,7 @@ int simt_barrier(SimtBlockOp op, int predicate, SimtSite site) {
     self.site = site;
     self.block_op = op;
     self.predicate = predicate;
-    self.state = State::AT_BARRIER;
+    worker->enter(self, AT_BARRIER);
     worker->yield();
     return self.result;
 }
@@ -876,7 +895,7 @@ void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site) {
     Thread& self = *worker->current;
     self.site = site;
     self.awaited = &found;
-    self.state = State::AT_MBARRIER;
+    worker->enter(self, AT_MBARRIER);
     worker->yield();
 }
 

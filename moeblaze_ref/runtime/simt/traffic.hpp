@@ -12,6 +12,11 @@
 
 #include "simt_abi.h"
 
+template <class Visit>
+void each_lane(uint32_t lanes, Visit visit) {
+    for (uint32_t left = lanes; left; left &= left - 1) visit(unsigned(__builtin_ctz(left)));
+}
+
 struct WarpAccess {
     static constexpr int SHARED = -1;
 
@@ -26,15 +31,10 @@ struct WarpAccess {
         address[lane] = where;
     }
 
-    template <class Visit>
-    void each_lane(Visit visit) const {
-        for (uint32_t left = lanes; left; left &= left - 1) visit(unsigned(__builtin_ctz(left)));
-    }
-
     // Distinct 32-byte sectors that the lanes touch.
     unsigned sectors() const {
         Distinct<128> seen;
-        each_lane([&](unsigned lane) {
+        each_lane(lanes, [&](unsigned lane) {
             for (uint64_t sector = address[lane] / 32; sector <= (address[lane] + bytes - 1) / 32; ++sector)
                 seen.insert(sector);
         });
@@ -67,7 +67,7 @@ struct WarpAccess {
     unsigned bank_passes(unsigned first, unsigned last) const {
         std::array<Distinct<32>, 32> banks;  // the words of each
         unsigned passes = 0;
-        each_lane([&](unsigned lane) {
+        each_lane(lanes, [&](unsigned lane) {
             if (lane < first || lane >= last) return;
             for (uint64_t word = address[lane] / 4; word <= (address[lane] + bytes - 1) / 4; ++word) {
                 Distinct<32>& bank = banks[word % 32];
@@ -119,6 +119,7 @@ class WarpLog {
         std::array<uint32_t, 32> turns{};  // executions by each lane
         uint32_t used = 0;
         std::vector<WarpAccess> accesses;
+        size_t next = 0;  // slot of the instruction that came after it
     };
 
     static void count(const WarpAccess& access, SimtBuffer* buffers, SimtShared& shared) {
@@ -128,7 +129,17 @@ class WarpLog {
         if (access.access & SIMT_WRITE) buffers[access.buffer].written_sectors += sectors;
     }
 
+    // Mostly the one that came next the last time.
     Instruction& find(const void* address) {
+        size_t slot = table_[last_].next;
+        if (table_[slot].address != address) {
+            slot = slot_of(address);
+            table_[last_].next = slot;
+        }
+        return table_[last_ = slot];
+    }
+
+    size_t slot_of(const void* address) {
         if (active_.size() >= table_.size() / 2) grow();
         size_t slot = hash(address);
         while (table_[slot].address && table_[slot].address != address) slot = (slot + 1) & (table_.size() - 1);
@@ -136,7 +147,7 @@ class WarpLog {
             table_[slot].address = address;
             active_.push_back(&table_[slot]);
         }
-        return table_[slot];
+        return slot;
     }
 
     size_t hash(const void* address) const {
@@ -148,11 +159,12 @@ class WarpLog {
         old.swap(table_);
         active_.clear();
         for (Instruction& entry : old)
-            if (entry.address) find(entry.address) = std::move(entry);
+            if (entry.address) table_[slot_of(entry.address)] = std::move(entry);
     }
 
     static constexpr size_t SLOTS = 64;  // a power of two, as every later size
     uint64_t meetings_ = 0;
     std::vector<Instruction> table_;
+    size_t last_ = 0;  // slot
     std::vector<Instruction*> active_;
 };
