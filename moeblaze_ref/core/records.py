@@ -338,8 +338,8 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
 def check_object(name: str, found: Any, keys: Collection[str]) -> dict[str, Any]:
     """``found`` if it is an object with these keys."""
     if not isinstance(found, dict):
-        with_keys = f" with {', '.join(sorted(keys))}" if keys else ""
-        raise ValueError(f"{name} is no object, but it must be one{with_keys}")
+        wanted = f"have {', '.join(sorted(keys))}" if keys else "be one"
+        raise ValueError(f"{name} is no object, but it must {wanted}")
     if missing := keys - found.keys():
         raise ValueError(f"{name} has no {', '.join(sorted(missing))}")
     return found
