@@ -55,7 +55,8 @@ def check(
         list[str] | None,
         kernel_option(
             help="Such as 'read of x <= 4 R d' or 'threads >= R h'; repeatable. It limits read, written, sectors or "
-            "conflicts, or how threads divide the work: accesses, barriers or threads."
+            "conflicts, how threads divide the work (accesses, barriers, threads), or by which means they do it "
+            "(exchanges, waits, copied)."
         ),
     ] = None,
     activation: Annotated[str | None, kernel_option(help="Default: swiglu.")] = None,

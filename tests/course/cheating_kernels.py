@@ -85,3 +85,66 @@ CHEATING = {
     "block-column": (("const int number = transpose_indices[place];", "const int number = place;"),),
     "balance-gradient": (("balance * (shares[e] - mean_share)", "balance * shares[e]"),),
 }
+
+# Right kernels that do the work by other means than the exercise is about.
+BY_OTHER_MEANS = {
+    "butterfly": (
+        (
+            "__device__ Candidate best_of_warp(Candidate best) {",
+            "__device__ Candidate best_of_warp(Candidate best) {\n    const Candidate own = best;",
+        ),
+        ("for (int step = WARP / 2; step > 0; step /= 2) {", "for (int lane = 0; lane < WARP; ++lane) {"),
+        ("__shfl_xor_sync(FULL_WARP, best.ordered, step)", "__shfl_sync(FULL_WARP, own.ordered, lane)"),
+        ("__shfl_xor_sync(FULL_WARP, best.expert, step)", "__shfl_sync(FULL_WARP, own.expert, lane)"),
+    ),
+    "ballot-rank": (
+        (
+            "        const unsigned votes = __ballot_sync(FULL_WARP, routed);\n"
+            "        const int rank = __popc(votes & ((1u << lane_id()) - 1)), total = __popc(votes);",
+            "        int rank = 0, total = 0;\n"
+            "        for (int lane = 0; lane < WARP; ++lane) {\n"
+            "            const int one = __shfl_sync(FULL_WARP, (int)routed, lane);\n"
+            "            total += one;\n"
+            "            if (lane < lane_id()) rank += one;\n"
+            "        }",
+        ),
+    ),
+    "warp-a-row": (
+        (
+            "sum = warp_sum(sum);",
+            "float of_all = 0.0f;\n"
+            "    for (int lane = 0; lane < WARP; ++lane) of_all += __shfl_sync(FULL_WARP, sum, lane);\n"
+            "    sum = of_all;",
+        ),
+    ),
+    "phases": (
+        (
+            "    if (warp_id() == 1) {\n"
+            "        for (int step = 0; step < steps; ++step) {\n"
+            "            const int p = step * WARP + lane_id();\n"
+            "            ring.wait_until_empty(step);\n"
+            "            ring.stages[step % STAGES][lane_id()] = p < h ? y_swi[row * h + p] : 0.0f;\n"
+            "            barrier_arrive(&ring.full[step % STAGES]);\n"
+            "        }\n"
+            "        return;\n"
+            "    }\n",
+            "    if (warp_id() == 1) return;\n",
+        ),
+        (
+            "        ring.wait_until_full(step);\n",
+            "        const int p = step * WARP + lane_id();\n"
+            "        __syncwarp();\n"
+            "        ring.stages[step % STAGES][lane_id()] = p < h ? y_swi[row * h + p] : 0.0f;\n"
+            "        __syncwarp();\n",
+        ),
+        ("        barrier_arrive(&ring.empty[step % STAGES]);\n", ""),
+    ),
+    "async-copies": (
+        (
+            "cp_async_or_zero(&stages[step % STAGES][threadIdx.x], weights + step * d, true);\n"
+            "        cp_async_commit();",
+            "stages[step % STAGES][threadIdx.x] = *reinterpret_cast<const Pack<Scalar, PACK>*>(weights + step * d);",
+        ),
+        ("        cp_async_wait<STAGES - 1>();\n", ""),
+    ),
+}

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import nbformat
 import pytest
-from cheating_kernels import CHEATING
+from cheating_kernels import BY_OTHER_MEANS, CHEATING
 from IPython.core.interactiveshell import InteractiveShell
 from serial_kernels import SERIAL
 from test_notebooks import ROOT, execute
@@ -23,7 +23,7 @@ from moeblaze_ref.course.exercises.exercise import KINDS, Construction, KernelEx
 from moeblaze_ref.course.exercises.kernels import cuda_source, helpers
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 from moeblaze_ref.verify import guard, in_subprocess
-from moeblaze_ref.verify.checker.budgets import DIVISION
+from moeblaze_ref.verify.checker.budgets import DIVISION, MEANS
 
 FILES = notebooks.files(ROOT / "notebooks")
 KERNELS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, KernelExercise)]
@@ -81,6 +81,17 @@ def test_a_kernel_that_cheats_is_refused(name):
     with pytest.raises(Unsolved) as error:
         Desk().check(name, changed(EXERCISES[name].solution, CHEATING[name]))
     assert "does not compile" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", BY_OTHER_MEANS)
+def test_a_right_kernel_that_works_by_other_means_is_refused(name):
+    with pytest.raises(Unsolved, match="by other means: "):
+        Desk().check(name, changed(EXERCISES[name].solution, BY_OTHER_MEANS[name]))
+
+
+def test_each_means_is_what_some_exercise_is_about():
+    bound = {budget.split()[0] for name in BY_OTHER_MEANS for budget in EXERCISES[name].budgets}
+    assert {*MEANS} <= bound
 
 
 def changed(text, changes):

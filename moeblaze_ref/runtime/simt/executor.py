@@ -68,6 +68,9 @@ class Work:
     accesses: int  #: to global and shared memory, by the thread that makes the most
     barriers: int  #: that the threads of a block pass, of the block that has the most
     threads: int  #: of the grid, that write to memory
+    exchanges: int  #: between a warp's lanes, by the thread that takes part in the most
+    waits: int  #: at mbarriers, by all threads
+    copied: int  #: bytes of cp.async, by all threads
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class _Shared(ctypes.Structure):
 
 
 class _Work(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("accesses", "barriers", "threads")]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("accesses", "barriers", "threads", "exchanges", "waits", "copied")]
 
 
 class Recorder(ctypes.Structure):

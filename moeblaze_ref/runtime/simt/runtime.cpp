@@ -68,12 +68,12 @@ struct Thread {
     std::vector<PendingWgmma> products;
     unsigned product_group;
     const Mbarrier* awaited;
-    uint64_t accesses;  // in this block
-    bool has_written;   // in this block
+    uint64_t accesses, exchanges;  // in this block
+    bool has_written;              // in this block
 
     void begin_block() {
         state = EXITED;
-        accesses = 0;
+        accesses = exchanges = 0;
         has_written = false;
         copies.clear();
         products.clear();
@@ -262,6 +262,7 @@ struct Worker {
         for (unsigned i = 0; i < num_threads; ++i) {
             work.accesses = std::max(work.accesses, pool[i]->accesses);
             work.threads += pool[i]->has_written;
+            work.exchanges = std::max(work.exchanges, pool[i]->exchanges);
         }
     }
 
@@ -803,6 +804,9 @@ struct Grid {
         launch->work.accesses = std::max(launch->work.accesses, w.work.accesses);
         launch->work.barriers = std::max(launch->work.barriers, w.work.barriers);
         launch->work.threads += w.work.threads;
+        launch->work.exchanges = std::max(launch->work.exchanges, w.work.exchanges);
+        launch->work.waits += w.work.waits;
+        launch->work.copied += w.work.copied;
         if (w.failed && w.block_number < first_fault) {
             first_fault = w.block_number;
             memcpy(launch->fault, w.fault, sizeof w.fault);
@@ -826,6 +830,7 @@ void* simt_dynamic_shared() { return reinterpret_cast<void*>(worker->block_memor
 
 void simt_warp(unsigned mask, SimtExchange exchange, void* mine, SimtSite site) {
     worker->record_operation(__builtin_return_address(0));
+    worker->current->exchanges += exchange != nullptr;
     worker->meet(mask, exchange, mine, site);
 }
 
@@ -858,6 +863,7 @@ void simt_async_copy(void* shared, const void* global, unsigned bytes) {
     worker->shared_address(shared);  // or a fault
     Thread& self = *worker->current;
     self.copies.push_back({shared, global, bytes, self.group, self.asked++});
+    worker->work.copied += bytes;
 }
 
 void simt_async_commit() { ++worker->current->group; }
@@ -890,6 +896,7 @@ void simt_mbarrier_arrive(void* barrier, unsigned expected_bytes, SimtSite site)
 
 void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site) {
     Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
+    ++worker->work.waits;
     if ((found.phase & 1) != parity) return;  // the phase before has another parity than this one
     worker->record_operation(__builtin_return_address(0));
     Thread& self = *worker->current;

@@ -17,12 +17,22 @@ DIVISION = {
     "barriers": "barriers that the threads of a block pass, in the block that has the most",
     "threads": "threads of the grid that write to memory",
 }
-QUANTITIES = TRAFFIC | DIVISION
-AT_LEAST = ("threads",)  #: limited from below, all others from above
+MEANS = {
+    "exchanges": "shuffles, votes and reductions of a warp, by the thread that takes part in the most",
+    "waits": "waits at mbarriers, by all threads",
+    "copied": "bytes of asynchronous copies into shared memory (cp.async)",
+}
+QUANTITIES = TRAFFIC | DIVISION | MEANS
+AT_LEAST = ("threads", "waits", "copied")  #: limited from below, all others from above
 _TOO_SERIAL = {
     "accesses": "one thread does work that many could do at once",
     "barriers": "the threads wait for each other more often than the work needs",
     "threads": "the other threads do nothing",
+}
+_OTHER_MEANS = {
+    "exchanges": "fewer exchanges between the lanes are enough",
+    "waits": "the threads must wait for each other at mbarriers",
+    "copied": "cp.async must bring the data while the threads compute",
 }
 _BUDGET = re.compile(r"(?P<quantity>\w+)(?:\s+of\s+(?P<tensor>\w+))?\s*(?P<sign><=|>=)\s*(?P<formula>.+)")
 
@@ -56,7 +66,7 @@ class Budget:
         quantity = checks.check_name("quantity of a budget", budget.quantity, QUANTITIES)
         if budget.sign != (sign := ">=" if quantity in AT_LEAST else "<="):
             raise ValueError(f"budget {text!r} must have {sign}: {quantity} {sign} ...")
-        if budget.tensor is not None and quantity in DIVISION:
+        if budget.tensor is not None and quantity in DIVISION | MEANS:
             raise ValueError(f"budget {text!r} names a tensor, but {quantity} are counted over all memory")
         if budget.tensor is not None:
             checks.check_name(f"tensor of {contract.task}", budget.tensor, contract.tensors)
@@ -78,4 +88,6 @@ class Budget:
         )
         if self.quantity in DIVISION:
             return f"too serial: {excess}; {_TOO_SERIAL[self.quantity]}"
+        if self.quantity in MEANS:
+            return f"by other means: {excess}; {_OTHER_MEANS[self.quantity]}"
         return f"over budget: {excess}"

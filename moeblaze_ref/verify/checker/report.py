@@ -10,6 +10,7 @@ import numpy as np
 from moeblaze_ref.runtime.poison import POISON
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import relative_error
+from moeblaze_ref.verify.checker.budgets import MEANS
 from moeblaze_ref.verify.checker.contracts import AXES, SLOT_ORDER, Arrays, Problem
 
 COUNTED_BY = "counted in the process that ran the kernel: one that is made to deceive can forge these numbers"
@@ -192,9 +193,10 @@ class Report:
     def _lines(self) -> Iterator[str]:
         yield f"{self.task}: {self.kernel}, {self.dtype}, on {self.backend}"
         yield f"launch: {self.launch}"
-        rows = [["", "", *self.quantities]]
+        shown = self._shown()
+        rows = [["", "", *shown]]
         for result in self.results:
-            totals = [f"{total:,}" for total in result.totals.values()] or [""] * len(self.quantities)
+            totals = [f"{result.totals[name]:,}" if result.totals else "" for name in shown]
             rows.append(["right" if result.ok else "WRONG", result.case, *totals])
         right, case, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
         for verdict, name, *numbers in rows:
@@ -207,6 +209,11 @@ class Report:
             yield COUNTED_BY
         else:
             yield f"nothing is counted on {self.backend}: check on simt for bytes, sectors and budgets"
+
+    def _shown(self) -> list[str]:
+        """The quantities with a column: of those of ``MEANS`` the ones that some case has."""
+        found = {name for result in self.results for name, total in result.totals.items() if total}
+        return [name for name in self.quantities if name not in MEANS or name in found]
 
     def _repr_html_(self):
         return f"<pre>{html.escape(str(self))}</pre>"

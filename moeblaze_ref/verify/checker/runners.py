@@ -3,7 +3,7 @@
 import contextlib
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from moeblaze_ref.runtime.simt.build import SimtCompileError
 from moeblaze_ref.runtime.simt.cache import SimtUnavailable
 from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import Size
-from moeblaze_ref.verify.checker.budgets import DIVISION, QUANTITIES
+from moeblaze_ref.verify.checker.budgets import DIVISION, MEANS, QUANTITIES
 from moeblaze_ref.verify.checker.contracts import Arrays
 from moeblaze_ref.verify.checker.kernels import CudaKernel, NumbaKernel
 from moeblaze_ref.verify.checker.report import Counts
@@ -59,13 +59,13 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
         "written": {name: traffic.written_bytes for name, traffic in buffers},
         "sectors": {name: traffic.read_sectors + traffic.written_sectors for name, traffic in buffers},
         "conflicts": {"shared memory": report.shared.bank_conflicts},
-        **_division(report.work),
+        **_work(report.work, DIVISION | MEANS),
     }
 
 
-def _division(work: Any) -> Counts:
-    """How the threads divided the work, which a `simt.executor.Work` or a `simulator.Work` holds."""
-    return {quantity: {"all memory": getattr(work, quantity)} for quantity in DIVISION}
+def _work(work: Any, quantities: Iterable[str]) -> Counts:
+    """What a `simt.executor.Work` or a `simulator.Work` holds of how the threads divided the work."""
+    return {quantity: {"all memory": getattr(work, quantity)} for quantity in quantities}
 
 
 def _line_outside(kernel: CudaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int) -> str:
@@ -126,7 +126,7 @@ def _simulated(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], a
     return {
         "read": {name: array.read_bytes for name, array in moved.items()},
         "written": {name: array.written_bytes for name, array in moved.items()},
-        **_division(work),
+        **_work(work, DIVISION),
     }
 
 

@@ -281,7 +281,12 @@ EXERCISES: tuple[Exercise, ...] = (
             "    for (int p = lane_id(); p < d; p += WARP) sum += left[p] * right[p];\n    sum = warp_sum(sum);\n",
             "    // Your part: a sum of each lane, then the sum of all lanes.\n",
         ),
-        budgets=("sectors of y <= R (d / 8 + 2)", "sectors of d_out <= R (d / 8 + 2)", "written <= 4 R"),
+        budgets=(
+            "sectors of y <= R (d / 8 + 2)",
+            "sectors of d_out <= R (d / 8 + 2)",
+            "written <= 4 R",
+            "exchanges <= 5",
+        ),
         division=("accesses <= 2 ceil(d / 32) + 2", "barriers <= 0", "threads >= R"),
         hints=(
             "Lane `l` has the elements `l`, `l + 32`, `l + 64`, ...",

@@ -348,7 +348,12 @@ EXERCISES: tuple[Exercise, ...] = (
             "        const int rank = __popc(votes & ((1u << lane_id()) - 1)), total = __popc(votes);\n",
             "        const int rank = 0, total = 0;  // Your part: one vote gives both.\n",
         ),
-        budgets=("written <= 8 R", "read of dense_map <= 4 L E", "read of topk_experts <= 4 R k"),
+        budgets=(
+            "written <= 8 R",
+            "read of dense_map <= 4 L E",
+            "read of topk_experts <= 4 R k",
+            "exchanges <= ceil(L / 32)",
+        ),
         division=(
             "accesses <= 1 + (3 + k) ceil(L / 32)",
             "barriers <= 0",

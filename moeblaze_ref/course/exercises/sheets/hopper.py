@@ -343,7 +343,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "    for (int step = 0; step < STAGES - 1; ++step) copy(step);\n...\n        multiply(step);\n    }\n",
             "    // Your part: start STAGES - 1 copies. Then each step starts one, waits, and multiplies.\n",
         ),
-        budgets=("read of w3 <= 2 R d h", "written <= 2 R d"),
+        budgets=("read of w3 <= 2 R d h", "written <= 2 R d", "copied >= 2 R d h"),
         division=("accesses <= 4 h + 4", "barriers <= 0", "threads >= R d / 8"),
         hints=(
             "When step `s` waits, the groups of the steps 0 to `s + STAGES - 1` exist. Which are newer than its own?",
@@ -373,7 +373,12 @@ EXERCISES: tuple[Exercise, ...] = (
             "    __device__ void wait_until_full(int step) {}\n"
             "    __device__ void wait_until_empty(int step) {}\n",
         ),
-        budgets=("read of y_swi <= 4 R h ceil(d / 32)", "read of w3 <= 4 R d h", "written <= 4 R d"),
+        budgets=(
+            "read of y_swi <= 4 R h ceil(d / 32)",
+            "read of w3 <= 4 R d h",
+            "written <= 4 R d",
+            "waits >= R ceil(d / 32) ceil(h / 32)",
+        ),
         division=(
             "accesses <= 2 h + 3 ceil(h / 32) + 10",
             "barriers <= 1",

@@ -214,7 +214,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "    // Your part: in each of five steps, take the other lane's candidate if it is better.\n"
             "    return best;\n",
         ),
-        budgets=("read of logits <= 4 L E (k + 2)", "written <= 4 L E + 12 R"),
+        budgets=("read of logits <= 4 L E (k + 2)", "written <= 4 L E + 12 R", "exchanges <= 10 k + 5"),
         division=(
             "accesses <= (k + 3) ceil(E / 32) + 4 k",
             "barriers <= 0",
