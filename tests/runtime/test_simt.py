@@ -333,7 +333,7 @@ def test_the_work_of_threads_is_that_of_the_busiest_and_of_all_that_write(seed):
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_exchanges_waits_and_copies_are_counted(seed):
-    """Thread 0 of a block waits at an mbarrier. The second of two warps takes part in two exchanges, the first in one."""
+    """Thread 0 of a block waits at an mbarrier; one warp takes part in two exchanges, the other in one."""
     text = """
     #include "hopper/barrier.cuh"
     #include "ptx.cuh"
