@@ -427,6 +427,7 @@ def test_a_file_of_its_own_is_replaced_and_an_empty_one_filled(command):
     for _ in range(2):
         command.writes()
         command.load(command.target)
+        assert command.target.stat().st_size > 0
 
 
 OUTPUTS = {"record", "out", "plots", "plot"}
@@ -606,7 +607,8 @@ def test_a_file_that_is_replaced_keeps_its_mode_and_its_owner(tmp_path, mode):
 
 
 def test_a_name_of_the_greatest_length_is_written(tmp_path):
-    records.write(tmp_path / ("x" * 255), {})
+    records.write(tmp_path / ("x" * 255), {"a": 1})
+    assert records.read(tmp_path / ("x" * 255), {"a"}) == {"a": 1}
 
 
 def test_a_json_file_in_the_place_of_a_map_is_refused_in_words_of_our_own(tmp_path):

@@ -644,8 +644,10 @@ def test_an_edited_file_or_header_is_compiled_again(tmp_path, monkeypatch):
 def test_an_unchanged_file_is_compiled_once(monkeypatch):
     COPIES = '#include "common.cuh"\n' + COPY
     SIMT.load("test.cu", text=COPIES)
-    monkeypatch.setattr(build, "build_kernels", None)
+    built = []
+    monkeypatch.setattr(build, "build_kernels", lambda *arguments: built.append(arguments))
     SIMT.load("test.cu", text=COPIES)
+    assert not built
 
 
 def test_an_executor_that_follows_no_edits_looks_at_no_file_again(monkeypatch):

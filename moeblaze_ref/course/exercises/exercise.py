@@ -24,6 +24,7 @@ KINDS = {
 }
 LEVELS = ("bronze", "silver", "gold")  #: of a capstone, from the easiest
 HARDEST = 3  # difficulty of an exercise, from 1
+LEAST_HINTS = 2  # of an exercise: they come in steps
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class _Stated:
     def __post_init__(self):
         if self.difficulty not in range(1, HARDEST + 1):
             raise ValueError(f"{self.name}: difficulty is {self.difficulty}, but it must be 1 to {HARDEST}")
-        if isinstance(self.hints, str) or not self.hints:
-            raise ValueError(f"{self.name}: hints is {self.hints!r}, but it must be a tuple of at least one hint")
+        if isinstance(self.hints, str) or len(self.hints) < LEAST_HINTS:
+            raise ValueError(
+                f"{self.name}: hints is {self.hints!r}, but it must be a tuple of at least {LEAST_HINTS} hints"
+            )
         object.__setattr__(self, "question", _joined(self.question))
         object.__setattr__(self, "hints", tuple(map(_joined, self.hints)))
         object.__setattr__(self, "why", _joined(self.why))

@@ -64,7 +64,10 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_freed,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hints=("Each of the three is `(R, h)`.",),
+        hints=(
+            "Each of the three is `(R, h)`.",
+            "`minimal` frees one of the three, and `inputs` the other two.",
+        ),
         why="""From `paper` to `minimal`, the layer computes one multiplication more for each element. From `minimal` to
             `inputs`, it computes two matrix products more.""",
     ),

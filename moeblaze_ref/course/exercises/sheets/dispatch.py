@@ -133,7 +133,10 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_index_bytes,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hints=("An int32 has 4 bytes. Count the elements of all four; do not forget the offset at the end.",),
+        hints=(
+            "An int32 has 4 bytes. Count the elements of all four; do not forget the offset at the end.",
+            "Three of the four have `R = L * k` elements, the offsets have `E + 1`. The dense map has `L * E`.",
+        ),
         why="""The structures take twelve bytes for each routed row, in place of `2 * d`. The map is larger than the
             structures as soon as `E` exceeds `3 * k`.""",
     ),

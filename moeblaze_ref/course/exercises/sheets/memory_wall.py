@@ -40,6 +40,7 @@ EXERCISES: tuple[Exercise, ...] = (
         hints=(
             """Bytes are rows times columns times `layer.itemsize`. `x` has a row for each token. For what does
             `routed_x` have a row?""",
+            "`routed_x` has a row for each choice of an expert: `R = L * k` rows, `k` times as many as `x`.",
         ),
         why="The copy is `k` times as large as the input, but holds no number that the input does not hold.",
     ),

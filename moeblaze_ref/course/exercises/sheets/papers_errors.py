@@ -156,7 +156,10 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_announced,
         computed_by="moeblaze_ref.verify.cases.GOLDEN_DISPATCH",
-        hints=("The array has an entry for each of the `R = L * k` routed rows.",),
+        hints=(
+            "The array has an entry for each of the `R = L * k` routed rows.",
+            "Divide the number of printed entries by `k`. Six tokens need `6 * k`.",
+        ),
         why="""The figure lists five tokens, and the two arrays that it prints in expert order belong to five. So the
             announced `L = 6` is the misprint.""",
     ),
@@ -170,7 +173,10 @@ EXERCISES: tuple[Exercise, ...] = (
         asked={"token_expert_indices": Asked("ten expert ids", "sum(tokens, [])")},
         check=_missing_pair,
         checked_by="moeblaze_ref.backends.numpy_ref.dispatch.build",
-        hints=("The array has the experts of token 0, then those of token 1, and so on. Compare it pair by pair.",),
+        hints=(
+            "The array has the experts of token 0, then those of token 1, and so on. Compare it pair by pair.",
+            "Five tokens with two experts each give ten entries: the figure leaves one pair out.",
+        ),
         why="""The pair `0, 3` of token 2 is missing. Token 4 has the same pair, so the loss is easy to overlook. A
             program that reads the printed array gives token 2 the experts of token 3.""",
     ),
@@ -189,7 +195,10 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_uncounted,
         computed_by="moeblaze_ref.papers.moeblaze.literal_lengths",
-        hints=("Which token writes the number zero? In which two columns?",),
+        hints=(
+            "Which token writes the number zero? In which two columns?",
+            "Token 0 writes the number zero. Take one off the true length of each expert that it has.",
+        ),
         why="""Token 0 writes zeros, so step 2 does not count it. Two of the ten rows are lost, and the groups of
             experts 2 and 3 are one row too short. The map needs a mark for *empty* that is no token id; here it is
             -1.""",
@@ -205,7 +214,10 @@ EXERCISES: tuple[Exercise, ...] = (
         asked={"topk_experts": Asked("a row of k experts for each token", "[[0, 1], [1, 2]]")},
         check=_lost_expert,
         checked_by="moeblaze_ref.backends.numpy_ref.dispatch.expert_lengths",
-        hints=("Which token is not counted? Give it an expert that no other token has.",),
+        hints=(
+            "Which token is not counted? Give it an expert that no other token has.",
+            "Token 0 is not counted. Choose an expert of token 0, and leave it out of all other tokens.",
+        ),
         why="""An expert that only token 0 chose gets no rows. The forward leaves its output out, and its weights get no
             gradient. A test that never checks token 0 passes.""",
     ),
@@ -225,7 +237,10 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_d_for_h,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hints=("Put 24,576 into both formulas. Only one of the results is near a printed number.",),
+        hints=(
+            "Put 24,576 into both formulas. Only one of the results is near a printed number.",
+            "With `h = 24576` the intermediate has `2 * 2_000_000 * 24_576` bytes. Compare it with the printed 98 GB.",
+        ),
         why="""Only `h` gives the printed 98 GB. Both formulas then give 98.3 GB, since `k * d = h` here. So the 94 GB
             of the buffer do not follow from its own formula. The example also counts one row for each token, but the
             experts compute `k` rows.""",
@@ -269,7 +284,10 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_expanded_gradient,
         computed_by="moeblaze_ref.memory.accounting.account",
-        hints=("One reading has a row for each token, the other a row for each of a token's `k` experts.",),
+        hints=(
+            "One reading has a row for each token, the other a row for each of a token's `k` experts.",
+            "The rows are `L` or `L * k`, each of `d` numbers of `layer.itemsize` bytes.",
+        ),
         why="""The expansion is the first memory wall again, `k` times the gradient, now in the backward. Our kernels
             gather rows of `d_out` by index, so they follow the second reading.""",
     ),

@@ -42,7 +42,10 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_rows,
         computed_by="moeblaze_ref.parallel.trip.first_slots",
-        hints=("Write the ranks of both experts beside each token. Where they are equal, one row serves both.",),
+        hints=(
+            "Write the ranks of both experts beside each token. Where they are equal, one row serves both.",
+            "Each token sends one row or two. Add them up. Then count the tokens that have an expert on rank 1.",
+        ),
         why="""Sixteen choices need fewer rows than that. A rank that has both experts of a token gets its row once, and
             sends one sum back.""",
     ),
@@ -61,7 +64,10 @@ EXERCISES: tuple[Exercise, ...] = (
         },
         truth=_bytes,
         computed_by="moeblaze_ref.parallel.trip.first_slots",
-        hints=("The number of rows is that of the previous exercise. Ids and gates are `8 * k` bytes beside each.",),
+        hints=(
+            "The number of rows is that of the previous exercise. Ids and gates are `8 * k` bytes beside each.",
+            "A row that goes there has `d * itemsize + 8 * k` bytes, a row that comes back `d * itemsize`.",
+        ),
         why="""The other rank builds its own index structures from the ids and gates, which are few bytes beside the
             rows. Buffers padded to the busiest pair of ranks would send as many rows for every pair.""",
     ),
