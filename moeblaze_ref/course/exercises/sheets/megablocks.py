@@ -115,7 +115,7 @@ EXERCISES: tuple[Exercise, ...] = (
         computed_by="moeblaze_ref.memory.rows.megablocks_rows",
         hints=(
             "`ceil(n / block)` blocks of rows for an expert with `n` rows; none for an expert without rows.",
-            "An expert has `block * ceil(n / block) - n` rows of padding. Each block of rows stores `h / block` blocks.",
+            "An expert has `block * ceil(n / block) - n` rows of padding. A block of rows stores `h / block` blocks.",
         ),
         why="""Padding is at most `block - 1` rows for each expert, whatever the skew. It hurts where experts have few
             rows each: many experts, few tokens.""",

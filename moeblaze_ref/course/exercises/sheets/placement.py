@@ -39,8 +39,8 @@ EXERCISES: tuple[Exercise, ...] = (
         computed_by="moeblaze_ref.placement.simulate",
         hints=(
             "Experts 0 and 2 are on GPU 0, experts 1 and 3 on GPU 1, in both layers. Go through the ten tokens.",
-            """An even expert is on GPU 0, an odd one on GPU 1. Count the tokens whose first expert is even, and those with
-            one even and one odd expert.""",
+            """An even expert is on GPU 0, an odd one on GPU 1. Count the tokens whose first expert is even, and
+            those with one even and one odd expert.""",
         ),
         why="""Both numbers cost time, in different places: the fullest GPU computes longest, and every crossing goes
             over a link.""",
@@ -61,8 +61,8 @@ EXERCISES: tuple[Exercise, ...] = (
         computed_by="moeblaze_ref.placement.simulate",
         hints=(
             "Experts 0 and 1 are on GPU 0 now. Does any token leave the pair it began with?",
-            """Write the GPU of both experts beside each token. Count those on GPU 0 in the first layer, and those where the
-            two differ.""",
+            """Write the GPU of both experts beside each token. Count those on GPU 0 in the first layer, and
+            those where the two differ.""",
         ),
         why="""The crossings are gone, and the fuller GPU has more to do. The links and the experts decide which map is
             cheaper. The integer programs of the notebook weigh load against crossings.""",
