@@ -32,13 +32,13 @@ class Router:
     kind: ClassVar[str] = "router"
 
     def weights(self) -> tuple[Weight, ...]:
-        """(d, E), a bias of the logits, and the bias of the choice, which no gradient trains."""
+        """Return wg (d, E), the bias of the logits, and that of the choice, which no gradient trains."""
         biases = [Weight("router_bias", (self.E,))] if self.bias else []
         biases += [Weight("choice_bias", (self.E,), trained=False)] if self.scores == "sigmoid" else []
         return (Weight("wg", (self.d, self.E)), *biases)
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """The input, the scores, the choice, and what the division by the sum keeps."""
+        """Return the input, the scores, the choice, and what the division by the sum keeps."""
         d, E, k = Size("d", self.d), Size("E", self.E), Size("k", self.k)
         dtype = "float32" if self.in_float32 else step.dtype
         product = [Tensor("router_input", (step.L, d), dtype)]
@@ -68,7 +68,7 @@ class GroupedExperts:
     kind: ClassVar[str] = "experts"
 
     def weights(self) -> tuple[Weight, ...]:
-        """w1, w2 (E, d, h) and w3 (E, h, d); with ``clamped`` their biases."""
+        """Return w1, w2 (E, d, h) and w3 (E, h, d); with ``clamped`` also their biases."""
         E, d, h = self.E, self.d, self.h
         products = Weight("w1", (E, d, h)), Weight("w2", (E, d, h)), Weight("w3", (E, h, d))
         if not self.clamped:
@@ -76,7 +76,7 @@ class GroupedExperts:
         return (*products, Weight("b1", (E, h)), Weight("b2", (E, h)), Weight("b3", (E, d)))
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """The routed rows, all between the products, the weights of the rows, and int64 places of rows."""
+        """Return the routed rows, all tensors between the products, the rows' weights, and int64 places of rows."""
         R = step.L * Size("k", self.k)
         d, h = Size("d", self.d), Size("h", self.h)
         # With biases also each row's expert.
@@ -103,11 +103,11 @@ class DenseExperts:
     kind: ClassVar[str] = "experts"
 
     def weights(self) -> tuple[Weight, ...]:
-        """w1, w2 (E, d, h) and w3 (E, h, d)."""
+        """Return w1, w2 (E, d, h) and w3 (E, h, d)."""
         return GroupedExperts(self.d, self.h, self.E, 1).weights()
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """E copies of the tokens, before and after the weights, and all between the products."""
+        """Return E copies of the tokens, before and after the weights, and all tensors between the products."""
         E, d, h = Size("E", self.E), Size("d", self.d), Size("h", self.h)
         rows = step.L * E
         return (

@@ -19,7 +19,7 @@ DTYPES = ("bfloat16", "float32")  # of activations and weights
 
 @dataclass(frozen=True)
 class Step:
-    """What goes through the model at once.
+    """Sequences that go through the model at once.
 
     Parameters
     ----------
@@ -82,10 +82,10 @@ class Part(Protocol):
     kind: ClassVar[str]  #: what a reader looks for: "attention", "experts", ...
 
     def weights(self) -> tuple[Weight, ...]:
-        """Its weights."""
+        """Return its weights."""
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """What it keeps from the forward to the backward."""
+        """Return what it keeps from the forward to the backward."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Embedding:
     kind: ClassVar[str] = "embedding"
 
     def weights(self) -> tuple[Weight, ...]:
-        """(V, d)."""
+        """Return the table of vectors, (V, d)."""
         return (Weight("embedding", (self.vocabulary, self.d)),)
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """The ids."""
+        """Return the token ids."""
         return (Tensor("token_ids", (step.L,), "int64"),)
 
 
@@ -114,11 +114,11 @@ class Rotary:
     kind: ClassVar[str] = "positions"
 
     def weights(self) -> tuple[Weight, ...]:
-        """None."""
+        """Return nothing: the angles are computed."""
         return ()
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """Two numbers an angle, of one sequence: all have the same."""
+        """Return two numbers an angle, for one sequence: all sequences share them."""
         if self.as_complex:
             return (Tensor("angles", (step.S, self.width, 2), "float32"),)
         return tuple(Tensor(name, (step.S, self.width), step.dtype) for name in ("cosines", "sines"))
@@ -136,11 +136,11 @@ class Norm:
     kind: ClassVar[str] = "norms"
 
     def weights(self) -> tuple[Weight, ...]:
-        """One number a column; the groups share them."""
+        """Return one number a column, which the groups share."""
         return (Weight(self.name, (self.width,)),) if self.has_weight else ()
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """The input in float32, 1 / rms, and, where it is multiplied by a weight, the normalised rows."""
+        """Return the input in float32, 1 / rms and, if there is a weight, the normalised rows."""
         wide = step.L, self.groups * self.width
         rows = (
             Tensor(f"{self.name}_input", wide, "float32"),
@@ -153,7 +153,7 @@ class Norm:
 
 
 def _attended(step: Step, kernel: str, heads: int, kv_heads: int, width: int, value_width: int) -> tuple[Tensor, ...]:
-    """What a kernel of attention keeps; its output is what the projection behind it multiplies."""
+    """Return what a kernel of attention keeps, its output included, which the output projection multiplies."""
     n, m, w, v = Size("n", heads), Size("m", kv_heads), Size("w", width), Size("v", value_width)
     out = Tensor("attended", (step.L, n, v), step.dtype)
     if kernel == "flash":
@@ -192,7 +192,7 @@ class Attention:
     kind: ClassVar[str] = "attention"
 
     def weights(self) -> tuple[Weight, ...]:
-        """The four projections, and the norms'."""
+        """Return the four projections, their biases, and the weights of the norms."""
         q, kv = self.heads * self.width, self.kv_heads * self.width
         inner = (("wq", q), ("wk", kv), ("wv", kv))
         products = [Weight(name, (self.d, columns)) for name, columns in inner] + [Weight("wo", (q, self.d))]
@@ -201,7 +201,7 @@ class Attention:
         return (*products, *biases, *(weight for norm in self.norms for weight in norm.weights()))
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """The input of the projections, what the norms and the kernel keep."""
+        """Return the input of the projections, and what the norms and the kernel keep."""
         return (
             Tensor("attention_input", (step.L, Size("d", self.d)), step.dtype),
             *(tensor for norm in self.norms for tensor in norm.kept(step)),
@@ -222,12 +222,12 @@ class SinkAttention:
     kind: ClassVar[str] = "attention"
 
     def weights(self) -> tuple[Weight, ...]:
-        """Those of `Attention` with all biases, and the sinks."""
+        """Return the weights of `Attention` with all biases, and the sinks."""
         plain = Attention(self.d, self.heads, self.kv_heads, self.width, bias=True, out_bias=True)
         return (*plain.weights(), Weight("sinks", (self.heads,)))
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """Copies of k and v for each query head, each row's place of the largest logit, and all probabilities."""
+        """Return copies of k and v for each query head, the place of each row's largest logit, all probabilities."""
         n, w = Size("n", self.heads), Size("w", self.width)
         of_heads = [Tensor(name, (step.L, n, w), step.dtype) for name in ("q", "k", "v")]
         return (
@@ -255,7 +255,7 @@ class LatentAttention:
 
     @property
     def width(self) -> int:
-        """Of a head of queries and keys."""
+        """Width of a head of queries and keys."""
         return self.plain_width + self.rotary_width
 
     def _norms(self) -> tuple[Norm, ...]:
@@ -263,7 +263,7 @@ class LatentAttention:
         return tuple(Norm(rank, name=name) for name, rank in ranks.items() if rank)
 
     def weights(self) -> tuple[Weight, ...]:
-        """The products to the latent vectors and from them, and the norms between."""
+        """Return the products to the latent vectors and from them, and the norms between."""
         d, n, q = self.d, self.heads, self.heads * self.width
         queries = (
             (Weight("wq_down", (d, self.q_rank)), Weight("wq_up", (self.q_rank, q)))
@@ -279,7 +279,7 @@ class LatentAttention:
         )
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """The input, the latent vectors before and after their norms, and what the kernel keeps."""
+        """Return the input, the latent vectors before and after their norms, and what the kernel keeps."""
         latents = [
             tensor
             for norm in self._norms()
@@ -293,7 +293,7 @@ class LatentAttention:
 
 
 def _gated(step: Step, rows: Size, width: int, name: str) -> tuple[Tensor, ...]:
-    """a and b, act(a) and act(a) * b."""
+    """Return a, b, act(a) and act(a) * b."""
     f = Size("f", width)
     return tuple(Tensor(f"{name}_{part}", (rows, f), step.dtype) for part in ("a", "b", "act", "product"))
 
@@ -310,12 +310,12 @@ class Mlp:
     kind: ClassVar[str] = "dense MLP"
 
     def weights(self) -> tuple[Weight, ...]:
-        """w1, w2 (d, f) and w3 (f, d)."""
+        """Return w1, w2 (d, f) and w3 (f, d)."""
         shapes = {"w1": (self.d, self.width), "w2": (self.d, self.width), "w3": (self.width, self.d)}
         return tuple(Weight(f"{self.name}_{name}", shape) for name, shape in shapes.items())
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """The input and all between the products."""
+        """Return the input, and all tensors between the products."""
         own = (Tensor(f"{self.name}_input", (step.L, Size("d", self.d)), step.dtype),) if self.saves_input else ()
         return (*own, *_gated(step, step.L, self.width, self.name))
 
@@ -330,11 +330,11 @@ class Head:
     kind: ClassVar[str] = "logits and loss"
 
     def weights(self) -> tuple[Weight, ...]:
-        """(V, d), or none of its own."""
+        """Return the matrix (V, d), or nothing if it is the embedding's."""
         return () if self.tied else (Weight("head", (self.vocabulary, self.d)),)
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """The head's input, the logarithms of the probabilities in float32, the labels, and their number."""
+        """Return the head's input, the log-probabilities in float32, the labels, and their number."""
         # Labels are shifted by one: a view of one sequence with a place more, a copy of several.
         labels = step.S + 1 if step.batch == 1 else step.L
         return (
