@@ -85,7 +85,7 @@ def versions_of(stage: str, dtype: str) -> list[str | None]:
 
 
 def executor_here() -> Executor:
-    """That of the GPU, if there is one."""
+    """Return the GPU's executor, or the CPU's without a GPU."""
     return bridge_to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).executor
 
 

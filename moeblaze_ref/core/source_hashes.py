@@ -102,7 +102,7 @@ def _python(text: str) -> str:
 
 
 def _docstrings(tree: ast.AST) -> Iterable[ast.stmt]:
-    """Those that stand on lines of their own."""
+    """The docstrings of a module, its classes and its functions, as statements."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
         if isinstance(node, owners) and ast.get_docstring(node, clean=False) is not None:

@@ -275,7 +275,7 @@ def _check_activate(a: Array, b: Array | None, activation: str, dtypes: Dtypes) 
 
 
 def _check_activate_backward(d_y_swi: Array, a: Array, b: Array | None, activation: str, dtypes: Dtypes) -> None:
-    """As `_check_activate`, and d_y_swi (nnz, block, block) belongs to them."""
+    """Check a and b by `_check_activate`, and that d_y_swi (nnz, block, block) belongs to them."""
     _check_activate(a, b, activation, dtypes)
     _check_blocks("d_y_swi", d_y_swi, a.shape[0], a.shape[2], (checks.dtype_of(a),))
 

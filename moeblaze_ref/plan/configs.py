@@ -94,7 +94,7 @@ class Fields:
 
 
 def _heads(config: Fields) -> tuple[int, int]:
-    """Of queries, and of keys and values, each of which serves as many of the first."""
+    """Return the number of query heads, and of key and value heads, which divides it."""
     heads = config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", heads)
     if heads % kv_heads:

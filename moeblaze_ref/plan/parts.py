@@ -82,7 +82,7 @@ class Part(Protocol):
     kind: ClassVar[str]  #: what a reader looks for: "attention", "experts", ...
 
     def weights(self) -> tuple[Weight, ...]:
-        """Its weights."""
+        """The part's weights."""
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """What it keeps from the forward to the backward."""
@@ -222,7 +222,7 @@ class SinkAttention:
     kind: ClassVar[str] = "attention"
 
     def weights(self) -> tuple[Weight, ...]:
-        """Those of `Attention` with all biases, and the sinks."""
+        """The weights of `Attention` with all biases, and the sinks."""
         plain = Attention(self.d, self.heads, self.kv_heads, self.width, bias=True, out_bias=True)
         return (*plain.weights(), Weight("sinks", (self.heads,)))
 
@@ -255,7 +255,7 @@ class LatentAttention:
 
     @property
     def width(self) -> int:
-        """Of a head of queries and keys."""
+        """Width of a head of queries and keys."""
         return self.plain_width + self.rotary_width
 
     def _norms(self) -> tuple[Norm, ...]:

@@ -44,12 +44,12 @@ class Samples:
 
     @property
     def median(self) -> float:
-        """Of the whole work, milliseconds."""
+        """Median time of the whole work, in milliseconds."""
         return statistics.median(self.totals)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """First and third, milliseconds; of a single repetition, that repetition twice."""
+        """First and third quartile, in milliseconds; a single repetition is both."""
         totals = self.totals
         if len(totals) == 1:
             return totals[0], totals[0]

@@ -218,7 +218,7 @@ def _down_product(stage, cast, sizes) -> Found:
 
 
 def _hidden_gradients(stage, cast, sizes) -> Found:
-    """Of a and of b, where both are 1: gate * <d_out, w3>."""
+    """The gradients of a and of b, where both are 1: gate * <d_out, w3>."""
     w3, d_out = telling_terms(sizes.d, (sizes.E, sizes.h), seed=9), powers_of_two(sizes.d, sizes.L).T
     gates = powers_of_two(sizes.L, sizes.k)
     d_a, d_b, *_ = _backward_of_ones(stage, cast, sizes, d_out, np.moveaxis(w3, 0, 2), gates)

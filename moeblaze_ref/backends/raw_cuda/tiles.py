@@ -54,7 +54,7 @@ class MmaTile:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return self.rows // self.warp_rows * (self.columns // self.warp_columns) * WARP
 
     @property
@@ -208,7 +208,7 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
 
 
 def shape_class(rows: int, num_experts: int, d: int, h: int) -> tuple[str, str]:
-    """Of a layer: one of ``GROUPS`` and one of ``WEIGHTS``."""
+    """Return the class of a layer's shape: one of ``GROUPS`` and one of ``WEIGHTS``."""
     return GROUPS[rows >= LONG_GROUP * num_experts], WEIGHTS[d * h >= LARGE_WEIGHT]
 
 

@@ -106,7 +106,7 @@ class CudaKernel:
         return own | {name: int(value) for name, value in constants.items() if str(value).isdigit()}
 
     def stated(self) -> dict[str, str]:
-        """Its row in the header's table.
+        """The kernel's row in the header's table.
 
         Raises
         ------
