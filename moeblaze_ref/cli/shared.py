@@ -80,5 +80,5 @@ def _one_line(*errors: type[Exception]) -> Iterator[None]:
 
 
 def print_error(message: str):
-    """In red, on stderr, as it is: an array's [3] is no markup."""
+    """Print in red on stderr, without markup: an array's [3] stays."""
     Console(stderr=True).print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False)

@@ -88,7 +88,7 @@ def _cuda(text: str) -> str:
 
 
 def _python(text: str) -> str:
-    """Without comments and docstrings; imports count by the names that they bring, and not by where those come from."""
+    """Python without comments and docstrings; imports count by the names that they bring, not by their modules."""
     tree, lines = ast.parse(text), text.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:

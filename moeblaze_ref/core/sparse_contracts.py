@@ -31,7 +31,7 @@ def _owned(first: Array, end: Array) -> str:
 
 
 def _check_padded_rows(given: Arguments) -> None:
-    """With this block size the padded rows, at most R + E (block - 1), fit int32."""
+    """Check that with this block size the padded rows, at most R + E (block - 1), fit int32."""
     dispatch, block = given["dispatch"], given["block"]
     check_block(block)
     most = dispatch.R + dispatch.E * (int(block) - 1)

@@ -22,7 +22,7 @@ class Clock(Protocol):
         """A moment: when the device comes to this point of its queue."""
 
     def milliseconds(self, start: Any, end: Any) -> float:
-        """Between two moments; waits for the second."""
+        """Milliseconds between two moments; waits for the second."""
 
 
 @dataclass(frozen=True)

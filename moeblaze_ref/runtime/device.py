@@ -73,7 +73,7 @@ class Gpu:
         return event
 
     def milliseconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Between two events; waits for the second."""
+        """Milliseconds between two events; waits for the second."""
         end.synchronize()
         elapsed: float = start.elapsed_time(end)
         return elapsed

@@ -84,7 +84,7 @@ Taken = tuple[Any, Callable[[Any], Any]]
 
 
 class TensorBridge(Bridge):
-    """To an executor whose arrays are tensors."""
+    """Bridge to an executor whose arrays are tensors."""
 
     def arrays(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
         """The tensors' own memory as other tensors, which outlive what becomes of the first."""

@@ -174,7 +174,7 @@ class _Turn(BlockThread):
         self._stop()
 
     def pause(self):
-        """Before a write: let the others read what it is about to change, unless it is part of an atomic operation."""
+        """Let the others read what a write is about to change, unless it is part of an atomic operation."""
         if self.often and not any(lock.locked() for lock in _ATOMICS):
             self._stop()
 

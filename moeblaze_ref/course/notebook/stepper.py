@@ -65,7 +65,7 @@ class Stepper:
         self._steps = functools.cache(lambda warp: record.steps(*self.warps[warp]))
 
     def controls(self) -> dict[str, Widget]:
-        """For `explore`: which warp, and which of its steps; beside them stands a button that plays the steps."""
+        """Controls for `explore`: the warp, its step, and a button that plays the steps."""
         warp = Dropdown(options=list(self.warps))
         step = IntSlider(value=1, min=1, max=len(self._steps(warp.value)))
         warp.observe(lambda change: setattr(step, "max", len(self._steps(change.new))), "value")
@@ -287,7 +287,7 @@ def _memory_title(step):
 
 
 def _draw_columns(axes, step, rows):
-    """Above the rows: the banks, those in conflict marked; or bytes from the row's start, and lines between sectors."""
+    """Draw the banks above the rows, those in conflict marked; or bytes from the row's start, and lines between sectors."""
     if step.region.space != "shared":
         for column in range(0, LINE_WORDS, SECTOR_BYTES // WORD_BYTES):
             _text(axes, column + 0.15, 0, f"byte +{column * WORD_BYTES}", ha="left")
