@@ -287,7 +287,7 @@ def _memory_title(step):
 
 
 def _draw_columns(axes, step, rows):
-    """Draw the banks above the rows, those in conflict marked; or bytes from the row's start, and lines between sectors."""
+    """Draw the banks above the rows, conflicts marked; or bytes from the row's start, and lines between sectors."""
     if step.region.space != "shared":
         for column in range(0, LINE_WORDS, SECTOR_BYTES // WORD_BYTES):
             _text(axes, column + 0.15, 0, f"byte +{column * WORD_BYTES}", ha="left")
