@@ -15,7 +15,7 @@ from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.runtime import Executor, ceil_div
-from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.clock import interleave, replayed
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 
@@ -127,7 +127,7 @@ def time_stage(
         errors[TORCH, None] = NOT_COMPARED
     contenders = {subject: replayed(device.captured(work)) for subject, work in works.items()}
     ceilings = device.rested
-    samples = take_turns(device.ceilings() | contenders, repetitions, device)
+    samples = interleave(device.ceilings() | contenders, repetitions, device)
     rates = roofline.columns(ceilings, device.rates(samples))
     times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
     return [

@@ -111,7 +111,7 @@ def _choice(config: Fields, name: str) -> tuple[int, int]:
 
 
 def _width(config: Fields, d: int) -> int:
-    """Width of a head: stated, or d shared out."""
+    """Width of a head: stated, or d divided by the heads."""
     return config.size("head_dim", d // config.size("num_attention_heads"))
 
 

@@ -331,7 +331,7 @@ def _with_equal_logits(case: Case) -> Case:
 
 
 def _with_far_logits(case: Case) -> Case:
-    """Return the case with logits around ``FAR`` and around ``-FAR``, by turns, and differences of every size."""
+    """Return the case with logits around ``FAR`` and around ``-FAR``, alternately, and differences of every size."""
     x, wg = case.x.copy(), 10 * case.weights.wg
     x[:, 1] = (-1.0) ** np.arange(case.L)
     wg[1] = FAR

@@ -19,7 +19,7 @@ from numba.cuda.types.abstract import Type
 
 from moeblaze_ref.runtime.poison import poison
 
-NATURAL, REVERSE, TURNS = range(3)  # the orders of a block's threads; in the last they take turns at every write
+NATURAL, REVERSE, TURNS = range(3)  # the orders of a block's threads; in the last they alternate at every write
 ATTRIBUTES = ("shape", "size", "ndim", "dtype", "strides", "itemsize", "nbytes")  # what a kernel may ask of an array
 _WHOLE = (int, np.integer)
 _ATOMICS = tuple(lock for lock in vars(kernelapi).values() if isinstance(lock, type(threading.Lock())))

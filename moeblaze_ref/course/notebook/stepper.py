@@ -29,7 +29,7 @@ from moeblaze_ref.runtime.record import (
 from moeblaze_ref.runtime.simt.symbols import Frame
 from moeblaze_ref.verify.cases import random_topk
 
-COLORS = (SKY, YELLOW, ORANGE, GREEN)  # by turns, under black numbers; neighbours differ in grey too
+COLORS = (SKY, YELLOW, ORANGE, GREEN)  # used alternately, under black numbers; neighbours differ in grey too
 SHOWN_LINES = 13  # of the source, the current one in their middle
 SHOWN_CHARACTERS = 128  # of a line
 SHOWN_ROWS = 32  # of memory, 128 bytes each
@@ -186,7 +186,7 @@ def _panel(axes: Axes, height: float, title: str):
 
 
 def _cells(axes: Axes, places: list[tuple[float, float]], colors: list[str] | str, **look):
-    """Cells at their upper left corners, in one piece: each by itself would be drawn a hundred times as slowly."""
+    """Cells at their upper left corners, as one collection: each by itself would be drawn a hundred times as slowly."""
     cells = PatchCollection([Rectangle(place, 1, 1) for place in places], facecolor=colors, **look)
     cells.set(edgecolor=GREY, linewidth=0.5, in_layout=False)
     axes.add_collection(cells)
