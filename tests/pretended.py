@@ -32,7 +32,7 @@ class PretendedDevice:
         return end - start
 
     def ceilings(self):
-        return {"product": lambda turn, lap: None, "copy": lambda turn, lap: None}
+        return {"product": lambda number, lap: None, "copy": lambda number, lap: None}
 
     def rates(self, samples):
         assert {"product", "copy"} <= samples.keys()

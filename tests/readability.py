@@ -1,5 +1,6 @@
-"""What makes the project's prose hard to read: sentences that are too long, and turns of phrase that are refused."""
+"""What makes the project's prose hard to read: long sentences, refused turns of phrase, and fragments."""
 
+import ast
 import re
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ REFUSED = {
     "stands open": r"\bstands? open\b",
     "asks of": r"\basks? of\b",
 }
+_FRAGMENT = re.compile(r"(?:Of|As|That|Those)\b")
 _ITEM = re.compile(r"\s*(?:[-*+]|\d+\.)\s|\s*\||\[[^]]+\]: ")
 _ENDS = re.compile(r"(?<=[.!?])(?:\*\*|[\"')*])*\s+(?=[A-Z`*\[(0-9])")
 
@@ -47,3 +49,24 @@ def findings(text: str) -> Iterator[str]:
                 yield f"{words} words: {sentence}"
         plain = re.sub(r"`[^`]*`", "`code`", paragraph)
         yield from (f"{name!r}: {plain}" for name, pattern in REFUSED.items() if re.search(pattern, plain))
+
+
+def fragments(source: str) -> Iterator[str]:
+    """Docstrings and help texts of Python source that begin in the middle of a sentence, such as "Of capacity."."""
+    for node in ast.walk(ast.parse(source)):
+        for text in (_docstring(node), _help(node)):
+            if _FRAGMENT.match(text):
+                yield f"line {getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
+
+
+def _docstring(node: ast.AST) -> str:
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return (ast.get_docstring(node) or "") if isinstance(node, owners) else ""
+
+
+def _help(node: ast.AST) -> str:
+    """The text of an argument ``help``, as far as it is fixed."""
+    if not (isinstance(node, ast.keyword) and node.arg == "help"):
+        return ""
+    first = node.value.values[0] if isinstance(node.value, ast.JoinedStr) else node.value
+    return str(first.value) if isinstance(first, ast.Constant) else ""

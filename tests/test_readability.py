@@ -1,10 +1,10 @@
-"""Notebooks and documents are easy to read: short sentences, and none of the refused turns of phrase."""
+"""Texts are easy to read: short sentences, no refused turns of phrase, no fragments as docstrings and help texts."""
 
 from pathlib import Path
 
 import nbformat
 import pytest
-from readability import MOST_WORDS, REFUSED, findings
+from readability import MOST_WORDS, REFUSED, findings, fragments
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [
@@ -13,6 +13,8 @@ TEXTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
 ]
+SOURCES = sorted((ROOT / "moeblaze_ref").rglob("*.py"))
+STILL_TO_MEND = {ROOT / "moeblaze_ref" / "runtime" / "simt" / "symbols.py"}  # one docstring
 
 
 def markdown(path):
@@ -60,3 +62,44 @@ def test_every_refused_phrase_has_an_example():
     assert examples.keys() == REFUSED.keys()
     for name, text in examples.items():
         assert [one for one in findings(text) if one.startswith(repr(name))], name
+
+
+def test_docstrings_and_help_texts_of_the_package_are_understood_without_their_author():
+    found = [
+        f"{path.relative_to(ROOT)}, {one}"
+        for path in SOURCES
+        if path not in STILL_TO_MEND
+        for one in fragments(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("beginning", ["Of", "As", "That", "Those"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""{} a file."""',
+        'def median(self):\n    """{} the whole work."""',
+        'async def median(self):\n    """\n    {} the whole work.\n    """',
+        'class Layer:\n    """{} the oracle."""',
+        'typer.Option(help="{} the layer.")',
+        'typer.Option(help=f"{} the layers {{names}}.")',
+    ],
+)
+def test_a_fragment_is_found(source, beginning):
+    assert len(list(fragments(source.format(beginning)))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'def median(self):\n    """Median of the work.\n\n    As always.\n    """',
+        'def median(self):\n    """Assert it."""',
+        'def median(self):\n    return "Of this"',
+        'typer.Option(help=f"{names} of the layer.")',
+        'typer.Option("Of", help="Offset of the layer.")',
+        "typer.Option(help=text)",
+    ],
+)
+def test_what_is_no_fragment_is_not(source):
+    assert not list(fragments(source))

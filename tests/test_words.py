@@ -1,6 +1,6 @@
 """The project's text uses the field's words: each row forbids a word of its own that had stood for one of them.
 
-An ordinary use of such a word, as in "one thread at a time takes its turn", stands in ``words_allowed.txt``.
+An ordinary use of such a word, as in "a loader of shared libraries", stands in ``words_allowed.txt``.
 """
 
 import json
@@ -12,19 +12,25 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SEARCHED = (
-    "CONTRIBUTING.md", "README.md", "Makefile", "docs", "kernels_cuda", "moeblaze_ref", "notebooks", "scripts", "tests",
+    ".github", ".pre-commit-config.yaml", "CITATION.cff", "CONTRIBUTING.md", "Dockerfile", "Makefile", "README.md",
+    "docs", "environment-gpu.yml", "environment.yml", "kernels_cuda", "moeblaze_ref", "notebooks", "pyproject.toml",
+    "scripts", "tests",
 )  # fmt: skip
-# Not searched: a text to train on, and the tests of words with their lists.
+# Not searched: a text to train on, code of others, and the tests of words with their lists.
 OTHERS = (
-    "moeblaze_ref/lm/python_help.txt", "tests/readability.py", "tests/test_readability.py", "tests/test_words.py",
-    "tests/words_allowed.txt",
+    "moeblaze_ref/course/editor/bundle.js", "moeblaze_ref/lm/python_help.txt", "tests/readability.py",
+    "tests/test_readability.py", "tests/test_words.py", "tests/words_allowed.txt",
 )  # fmt: skip
-TEXTS = {".py", ".md", ".txt", ".ipynb", ".json", ".cu", ".cuh", ".cpp", ".hpp", ".h", ".toml", ".css", ".sh", ""}
+TEXTS = {
+    ".cff", ".cpp", ".css", ".cu", ".cuh", ".h", ".hpp", ".html", ".ipynb", ".js", ".json", ".md", ".mjs", ".py", ".sh",
+    ".toml", ".txt", ".yaml", ".yml", "",
+}  # fmt: skip
 HOPPER = (
     "kernels_cuda/include/hopper/", "kernels_cuda/include/tile_lists.cuh", "kernels_cuda/block_sparse/7_persistent.cu",
     "kernels_cuda/expert_down/7_persistent.cu", "kernels_cuda/expert_up/5_tma.cu",
     "kernels_cuda/expert_up/6_specialized.cu", "kernels_cuda/expert_up/7_persistent.cu",
     "moeblaze_ref/course/notebook/hopper.py", "moeblaze_ref/course/notebook/ring.cu", "notebooks/06_hopper.ipynb",
+    "tests/backends/test_tile_lists.py",
 )  # fmt: skip
 
 
@@ -54,7 +60,10 @@ WORDS = {
     "seat": Word(_word("seats?|seated|seating"), "GPU assignment"),
     "apart": Word(r"(?<!told[ _])(?<!tell )(?<!bytes )(?<!far[ _])(?<!further )" + _word("apart"), "in a subprocess"),
     "crew": Word(_word("crews?|loaders?|storers?"), "warp roles: producer, consumer and epilogue warps"),
-    "piece": Word(_word("pieces?|turns?|shares?|share_out"), "epilogue tile, pipeline state, tile scheduler", HOPPER),
+    "piece": Word(_word("pieces?"), "epilogue tile, tile, chunk of bytes, microbatch"),
+    "turn": Word(_word("turns?|shares?"), "pipeline state, tile scheduler", HOPPER),
+    "take turns": Word(r"\btak(?:e|es|en|ing)[ _]turns\b|\bby turns\b", "interleaved, to alternate"),
+    "share out": Word(r"\bshar(?:e|es|ing)(?:[ _]\w+){0,3}[ _]out\b|\bshared[ _]out\b", "to assign, to divide"),
     "heat": Word(_word("heat|heated") + "(?![ _]?map)|" + _word("in[ _]turns"), "interleaved; temperature"),
     "teeth": Word(_word("teeth|tooth"), "fault injection, mutation tests, planted faults"),
     "given up": Word(r"\b(?:given|gives?|giving) up\b", "who stops what: the check stops, the caller raises"),
@@ -66,8 +75,8 @@ def files():
     for name in SEARCHED:
         found = (ROOT / name).rglob("*") if (ROOT / name).is_dir() else [ROOT / name]
         for path in sorted(found):
-            relative = path.relative_to(ROOT).as_posix()
-            hidden = any(part.startswith(".") or part in ("__pycache__", "_build") for part in path.parts)
+            relative, below = path.relative_to(ROOT).as_posix(), path.relative_to(ROOT / name).parts
+            hidden = any(part.startswith(".") or part in ("__pycache__", "_build") for part in below)
             if path.is_file() and path.suffix in TEXTS and not hidden and not relative.startswith(OTHERS):
                 yield relative
 
@@ -146,6 +155,10 @@ def test_an_ordinary_use_still_occurs_and_needs_its_place_in_the_list(file):
         ("seat_clusters(C)", "seat"),
         ("_run_apart(job)", "apart"),
         ("STORERS = 4", "crew"),
+        ("def _in_pieces(tensors):", "piece"),
+        ("samples = take_turns(contenders)", "take turns"),
+        ("passes have four colours by turns", "take turns"),
+        ("threads share the columns out", "share out"),
         ("in turns with the baseline", "heat"),
         ("the checks have teeth", "teeth"),
         ("after 60 seconds it is given up", "given up"),
@@ -165,6 +178,7 @@ def test_a_forbidden_word_is_found(text, word):
         "untrusted code",
         "moeblaze bench ladder",
         "told apart",
+        "shared memory runs out",
     ],
 )
 def test_other_words_are_not(text):
@@ -172,8 +186,23 @@ def test_other_words_are_not(text):
 
 
 def test_a_word_of_the_hopper_kernels_is_found_there_alone():
-    assert list(found_in("kernels_cuda/include/hopper/any.cuh", ["struct Turn {"])) == [("piece", "struct Turn {")]
+    assert list(found_in("kernels_cuda/include/hopper/any.cuh", ["struct Turn {"])) == [("turn", "struct Turn {")]
     assert not list(found_in("moeblaze_ref/lm/model.py", ["struct Turn {"]))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        ".github/workflows/test.yml",
+        "Dockerfile",
+        "docs/_static/frames.js",
+        "environment.yml",
+        "moeblaze_ref/course/editor/build.mjs",
+        "moeblaze_ref/course/teaching/slides.html",
+    ],
+)
+def test_scripts_of_pages_and_settings_are_searched(file):
+    assert file in set(files())
 
 
 def test_a_notebooks_sources_and_outputs_are_searched():

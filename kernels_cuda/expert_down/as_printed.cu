@@ -2,8 +2,8 @@
 //
 // Purpose      sums (L, d) float32 += gate * (y_swi w3) for every routed row; then out (L, d), the sums rounded.
 // Source       MoEBlaze (arXiv 2601.05296), section 3.1: the sum is fused with the second product.
-// Idea         A token has at most one row of an expert. So the experts take turns, a launch each, in their order: in
-//              a launch every element of the sums has one writer, which reads it, adds and writes it back. The sums
+// Idea         A token has at most one row of an expert. So the experts run in their order, a launch each: in a
+//              launch every element of the sums has one writer, which reads it, adds and writes it back. The sums
 //              start as zeros. They are float32, and are the output itself if that is float32.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    Scalar storage type of s bytes, THREADS per block. For tensor cores also TILE_ROWS, TILE_COLUMNS,

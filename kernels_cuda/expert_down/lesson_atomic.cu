@@ -3,7 +3,7 @@
 // Purpose      sums (L, d) float32 += gate * (y_swi w3) for every routed row; sums start as zeros.
 // Source       MoEBlaze (arXiv 2601.05296), section 3.1, read as one kernel for all experts.
 // Idea         None to keep: tiles of different experts have the same token at the same time, so k writers share an
-//              element of the sums. as_printed.cu lets the experts take turns and needs no atomics.
+//              element of the sums. as_printed.cu runs one expert after another and needs no atomics.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    As in as_printed.cu.
 // Determinism  None: float sums depend on their order, and the order on which block comes first.

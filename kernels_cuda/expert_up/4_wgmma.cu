@@ -17,7 +17,7 @@
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a gated
 // activation, else 1. C = ceil(G h / TILE_COLUMNS); tiles is the sum over the experts of ceil(rows / TILE_ROWS); blocks
 // is the whole grid. A row's number in the list is read for each 16 bytes of a stage. 2 R d h G FLOPs.
-// Bound: the loads. Two blocks of a multiprocessor take turns; while one waits for copies the other multiplies.
+// Bound: the loads. Two blocks of a multiprocessor alternate: while one waits for copies the other multiplies.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
 #include "hopper/results.cuh"

@@ -112,7 +112,7 @@ def _rows_of_megablocks(name: str, weight: Tensor) -> Tensor:
 
 
 def _from_megablocks(shape: tuple[int, int, int], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Its gradients in our layouts; ``shape`` is (E, h, d)."""
+    """Return MegaBlocks' gradients in our layouts; ``shape`` is (E, h, d)."""
     found = {name: rows if name == "wg" else rows.view(shape) for name, rows in gradients.items()}
     return {name: rows if name == "w3" else rows.mT for name, rows in found.items()}
 
@@ -173,7 +173,7 @@ def _interleaved(parameters: RoutedExperts) -> Tensor:
 
 
 def _from_sonicmoe(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Its gradients in our layouts."""
+    """Return SonicMoE's gradients in our layouts."""
     w12 = gradients["w12"]
     found = {"wg": gradients["wg"], "w1": w12[:, 0::2], "w2": w12[:, 1::2], "w3": gradients["w3"]}
     return {name: gradient.mT for name, gradient in found.items()}

@@ -20,7 +20,7 @@ from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.structures import HIDDEN
 from moeblaze_ref.runtime import Executor, ceil_div
-from moeblaze_ref.runtime.clock import take_turns
+from moeblaze_ref.runtime.clock import interleave
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.source import Module
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
@@ -132,8 +132,8 @@ def time_ladder(
     trials = trials_of(config, steps, device)
     errors = _errors(trials)
     ceilings = device.rested
-    contenders = {trial.step: lambda turn, lap, trial=trial: trial.run() for trial in trials}
-    samples = take_turns(device.ceilings() | contenders, repetitions, device)
+    contenders = {trial.step: lambda number, lap, trial=trial: trial.run() for trial in trials}
+    samples = interleave(device.ceilings() | contenders, repetitions, device)
     seen = roofline.columns(ceilings, device.rates(samples))
     rates = {
         step: roofline.cost_of("expert_up", step.config(config)).flops / samples[step].median / 1e9 for step in steps

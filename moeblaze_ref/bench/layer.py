@@ -21,7 +21,7 @@ from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.ceilings import Ceilings
-from moeblaze_ref.runtime.clock import Lap, Samples, replayed, take_turns
+from moeblaze_ref.runtime.clock import Lap, Samples, interleave, replayed
 from moeblaze_ref.runtime.device import Device, NoGraph
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
@@ -154,13 +154,13 @@ class Scene:
         other = self.baselines.get(subject.system)
         return accuracy.weights_of(self.layer) if other is None else other.weights
 
-    def tokens(self, subject: Subject, turn: int = 0) -> Tensor:
-        """The input (L, d) of this turn."""
-        return self._tokens[subject.routing][turn % INPUTS]
+    def tokens(self, subject: Subject, number: int = 0) -> Tensor:
+        """The input (L, d) of this round."""
+        return self._tokens[subject.routing][number % INPUTS]
 
-    def step(self, subject: Subject, turn: int = 0, lap: Lap = lambda: None) -> tuple[Tensor, ...]:
+    def step(self, subject: Subject, number: int = 0, lap: Lap = lambda: None) -> tuple[Tensor, ...]:
         """A forward, a lap, and the gradients of x and of every weight."""
-        x = self.tokens(subject, turn)
+        x = self.tokens(subject, number)
         out, _ = self.run(subject, x)
         lap()
         return torch.autograd.grad(out, [x, *self.weights(subject).leaves.values()], self.d_out)
@@ -177,7 +177,7 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     errors = {subject: _error(scene, subject) for subject in subjects}
     contenders = {subject: partial(scene.step, subject) for subject in subjects}
     ceilings = device.rested
-    samples = take_turns(device.ceilings() | contenders, choice.repetitions, device)
+    samples = interleave(device.ceilings() | contenders, choice.repetitions, device)
     hot = device.rates(samples)
     graphs = _graph_times(scene, subjects, config, choice, device)
     head: dict[str, Any] = {"kind": "layer", "preset": preset, "shape": config.sizes}
@@ -270,7 +270,7 @@ def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float
             replays[subject] = replayed(device.captured(partial(scene.step, subject)))
         except NoGraph:
             continue
-    samples = take_turns(replays, choice.repetitions, device) if replays else {}
+    samples = interleave(replays, choice.repetitions, device) if replays else {}
     return {subject: taken.median for subject, taken in samples.items()}
 
 

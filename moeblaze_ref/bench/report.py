@@ -42,7 +42,7 @@ def _number(key: str, digits: str, scale: float = 1.0) -> Callable[[Row], str]:
 
 
 def ratio(value: float) -> str:
-    """With two decimals; below one with three and never as one, so that what is slower does not read as equal."""
+    """Format with two decimals; below one with three and never as one, so that slower does not read as equal."""
     return f"{value:.2f}" if value >= 1 else f"{min(value, 0.999):.3f}"
 
 

@@ -15,7 +15,7 @@ from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.runtime import Executor, ceil_div
-from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.clock import interleave, replayed
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 
@@ -85,7 +85,7 @@ def versions_of(stage: str, dtype: str) -> list[str | None]:
 
 
 def executor_here() -> Executor:
-    """That of the GPU, if there is one."""
+    """Return the GPU's executor, or the CPU's without a GPU."""
     return bridge_to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).executor
 
 
@@ -127,7 +127,7 @@ def time_stage(
         errors[TORCH, None] = NOT_COMPARED
     contenders = {subject: replayed(device.captured(work)) for subject, work in works.items()}
     ceilings = device.rested
-    samples = take_turns(device.ceilings() | contenders, repetitions, device)
+    samples = interleave(device.ceilings() | contenders, repetitions, device)
     rates = roofline.columns(ceilings, device.rates(samples))
     times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
     return [

@@ -20,7 +20,7 @@ from moeblaze_ref.bench.roofline import cost_of
 from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.runtime import Executor
-from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.clock import interleave, replayed
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 
@@ -95,7 +95,7 @@ def time_tiles(
     for tile in tiles.CANDIDATES[version]:
         with tiles.trying(tile):
             contenders[tile] = replayed(device.captured(partial(stages.run_ours, stage, version, sets, bridge)))
-    samples = take_turns(contenders, repetitions, device)
+    samples = interleave(contenders, repetitions, device)
     key = version, kernel, *tiles.shape_class(config.R, config.E, config.d, config.h)
     return [Time(preset, *key, tile, samples[tile].shared_by(count).median) for tile in contenders]
 

@@ -25,11 +25,15 @@ def bench(
     system: Annotated[
         list[str] | None, typer.Option(help="Only these systems, such as moeblaze,megablocks; repeatable.")
     ] = None,
-    routing: Annotated[str | None, typer.Option(help="uniform, or zipf beside uniform.")] = None,
-    capacity_factor: Annotated[float | None, typer.Option(help="Of the system capacity; 1.25 by default.")] = None,
+    routing: Annotated[
+        str | None, typer.Option(help="Routing to time: uniform, or zipf, which is timed beside uniform.")
+    ] = None,
+    capacity_factor: Annotated[
+        float | None, typer.Option(help="Capacity factor, for the system capacity; 1.25 by default.")
+    ] = None,
     stage: Annotated[list[str] | None, typer.Option(help="Only this stage of a step; repeatable.")] = None,
     version: Versions = None,
-    repetitions: Annotated[int, typer.Option(help="Of each row; medians are shown.")] = 15,
+    repetitions: Annotated[int, typer.Option(help="How often to time each row; the tables show medians.")] = 15,
     record: Annotated[
         Path | None, to_file("--record", "--out", help="Also write the rows here, after those of earlier runs.")
     ] = None,
@@ -76,9 +80,9 @@ def tune(
     preset: Presets = None,
     tokens: Tokens = None,
     version: Versions = None,
-    repetitions: Annotated[int, typer.Option(help="Of each tile; medians are shown.")] = 5,
+    repetitions: Annotated[int, typer.Option(help="How often to time each tile; the table shows medians.")] = 5,
     record: Annotated[
-        Path | None, to_file(help="Also write the table here, in the place of what it says of this class of GPU.")
+        Path | None, to_file(help="Also write the tiles here, in place of those for this class of GPU.")
     ] = None,
     force: Force = False,
     as_json: AsJson = False,

@@ -40,7 +40,7 @@ def check(
     coverage: Annotated[
         bool, typer.Option("--coverage", help="Count the checks of each option, stage and backend; run none.")
     ] = False,
-    every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
+    every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not only the worst.")] = False,
     record: Annotated[Path | None, to_file(help="Also write the rows here, with GPU, versions, commit.")] = None,
     kernel: Annotated[
         str | None,
@@ -48,19 +48,19 @@ def check(
             help="FILE.cu:name, or module:function for Numba. --stage then names its task: combine, expert_up.d_w, ..."
         ),
     ] = None,
-    grid: Annotated[str | None, kernel_option(help="Blocks, as 'ceil(L h / 256), E'.")] = None,
+    grid: Annotated[str | None, kernel_option(help="Blocks of the grid, as 'ceil(L h / 256), E'.")] = None,
     block: Annotated[str | None, kernel_option(help="Threads of a block.")] = None,
-    shared_bytes: Annotated[str | None, kernel_option(help="Dynamic ones.")] = None,
+    shared_bytes: Annotated[str | None, kernel_option(help="Bytes of dynamic shared memory, as '4 * 256'.")] = None,
     budget: Annotated[
         list[str] | None,
         kernel_option(
-            help="Such as 'read of x <= 4 R d' or 'threads >= R h'; repeatable. It limits read, written, sectors or "
-            "conflicts, how threads divide the work (accesses, barriers, threads), or by which means they do it "
-            "(exchanges, waits, copied)."
+            help="A limit, such as 'read of x <= 4 R d' or 'threads >= R h'; repeatable. It limits read, written, "
+            "sectors or conflicts, how threads divide the work (accesses, barriers, threads), or by which means they do "
+            "it (exchanges, waits, copied)."
         ),
     ] = None,
-    activation: Annotated[str | None, kernel_option(help="Default: swiglu.")] = None,
-    dtype: Annotated[str | None, kernel_option(help="Default: float32.")] = None,
+    activation: Annotated[str | None, kernel_option(help="Activation of the cases; swiglu by default.")] = None,
+    dtype: Annotated[str | None, kernel_option(help="Dtype of the cases; float32 by default.")] = None,
     define: Annotated[list[str] | None, kernel_option(help="NAME=VALUE, a constant of a .cu file; repeatable.")] = None,
     timeout: Annotated[
         int | None,

@@ -66,7 +66,7 @@ def list_(as_json: AsJson = False):
 
 @course.command()
 def reset(
-    exercise: Annotated[str, typer.Argument(help="Its name, as the list has it.")],
+    exercise: Annotated[str, typer.Argument(help="Name of the exercise, from `moeblaze course list`.")],
     folder: Annotated[Path, typer.Option(help="Folder of your notebooks of exercises.")] = Path(
         "moeblaze_course/notebooks/exercises"
     ),

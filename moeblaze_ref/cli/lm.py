@@ -15,19 +15,25 @@ from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.lm import EVIDENCE, LAYERS, PRESETS
 
 Data = Annotated[Path | None, typer.Option(help="Folder of text files, in place of Python's own.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU by default, if there is one.")]
 
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the run: its checkpoint and its log.")],
     preset: Annotated[str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in PRESETS.items()))] = "tiny",
-    layer: Annotated[str, typer.Option(help=f"What runs the MoE layers, one of {', '.join(LAYERS)}.")] = "moeblaze",
-    policy: Annotated[str | None, typer.Option(help=f"Of moeblaze, one of {', '.join(POLICIES)}.")] = None,
-    capacity_factor: Annotated[float | None, typer.Option(help="Of capacity.")] = None,
-    steps: Annotated[int | None, typer.Option(help="In place of the preset's.")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32 or bfloat16, in place of the preset's.")] = None,
+    layer: Annotated[
+        str, typer.Option(help=f"System that runs the MoE layers, one of {', '.join(LAYERS)}.")
+    ] = "moeblaze",
+    policy: Annotated[
+        str | None, typer.Option(help=f"Save policy, for the layer moeblaze: one of {', '.join(POLICIES)}.")
+    ] = None,
+    capacity_factor: Annotated[float | None, typer.Option(help="Capacity factor, for the layer capacity.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps, in place of the preset's.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Precision, float32 or bfloat16, in place of the preset's.")
+    ] = None,
     data: Data = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")] = 0,
     device: Device = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if it has one.")
@@ -68,12 +74,12 @@ def evidence(
     kind: Annotated[str, typer.Argument(help="; ".join(f"{name}: {what}" for name, what in EVIDENCE.items()))],
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "tiny",
     steps: Annotated[
-        int | None, typer.Option(help="To compare, 200 by default; of curves, in place of the preset's.")
+        int | None, typer.Option(help="Training steps; by default 200, or the preset's for curves.")
     ] = None,
     run: Annotated[
-        list[str] | None, typer.Option(help="Of curves: train this run first, or go on with it; repeatable.")
+        list[str] | None, typer.Option(help="With curves: train or resume this run first; repeatable.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Of curves: the folder of the runs' folders.")] = None,
+    out: Annotated[Path | None, typer.Option(help="With curves: the folder that holds the runs' folders.")] = None,
     data: Data = None,
     device: Device = None,
     record: Annotated[Path | None, to_file(help="Also write it here, with GPU, versions, commit.")] = None,
@@ -100,13 +106,17 @@ def evidence(
 
 
 def trace(
-    checkpoint: Annotated[Path, typer.Option(help="Of a training run: checkpoint.safetensors in its folder.")],
+    checkpoint: Annotated[
+        Path, typer.Option(help="Checkpoint of a training run: checkpoint.safetensors in its folder.")
+    ],
     out: Annotated[Path, to_file(help="The npz file to write.")],
     data: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of text files, in place of Python's prose, code and tables; repeatable."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="At most so many of each kind of text; 40,960 by default.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to record of each kind of text; 40,960 by default.")
+    ] = None,
     device: Device = None,
     force: Force = False,
 ):

@@ -18,11 +18,11 @@ def memory(
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "conf4",
     tokens: Tokens = None,
     system: Annotated[list[str] | None, typer.Option(help="Only this system; repeatable.")] = None,
-    activation: Annotated[str | None, typer.Option(help="In place of the preset's.")] = None,
+    activation: Annotated[str | None, typer.Option(help="Activation, in place of the preset's.")] = None,
     capacity_factor: Annotated[
-        float, typer.Option(help="Capacity of the padded system, as a multiple of L k / E.", max=MAX_EXPERTS)
+        float, typer.Option(help="Capacity factor, for the system capacity.", max=MAX_EXPERTS)
     ] = 1.25,
-    block: Annotated[int, typer.Option(help="Of megablocks: rows and columns of a block.")] = 128,
+    block: Annotated[int, typer.Option(help="Rows and columns of a block, for megablocks.")] = 128,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run the layers, on a GPU if there is one, and see what is kept.")
     ] = False,

@@ -11,7 +11,7 @@ from moeblaze_ref.core import progress
 
 
 def paper(
-    item: Annotated[list[str] | None, typer.Argument(help="Such as moeblaze-fig3; all of them by default.")] = None,
+    item: Annotated[list[str] | None, typer.Argument(help="Item, such as moeblaze-fig3; all items by default.")] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure the items on this GPU first.")] = False,
     record: Annotated[Path | None, to_file(help="With --gpu: add the runs to this file.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write the items' pictures into this folder.")] = None,

@@ -181,13 +181,14 @@ def table(rows: list[Found], caption: str) -> Table:
 
 
 def main(
-    trace: Annotated[Path, typer.Option(help="npz of moeblaze trace.")],
+    trace: Annotated[Path, typer.Option(help="Routing trace: the npz file of moeblaze trace.")],
     placement: Annotated[
-        list[str], typer.Option("--map", help="npz of moeblaze place --out, or a method's name; repeatable.")
+        list[str],
+        typer.Option("--map", help="Map: the npz file of moeblaze place --out, or a method's name; repeatable."),
     ],
-    preset: Annotated[str, typer.Option(help=f"Of widths: {', '.join(WIDTHS)}.")] = "gpt-oss",
-    tokens: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = 1024,
-    steps: Annotated[int, typer.Option(help="Measured, of each map.", min=1)] = 50,
+    preset: Annotated[str, typer.Option(help=f"Widths of the layers, one of {', '.join(WIDTHS)}.")] = "gpt-oss",
+    tokens: Annotated[int, typer.Option(help="Tokens of each rank in a step.", min=1)] = 1024,
+    steps: Annotated[int, typer.Option(help="Measured steps of each map.", min=1)] = 50,
     timeout: Annotated[float, typer.Option(help="Seconds after which a rank that is missing ends all.")] = TIMEOUT,
     record: Annotated[Path | None, to_file(help="Also write every layer's times here.")] = None,
     force: Force = False,

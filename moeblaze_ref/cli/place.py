@@ -15,13 +15,13 @@ PLOTS = ("load_by_gpu", "load_against_crossings")
 
 
 def place(
-    gpus: Annotated[int, typer.Option(help="GPUs to place the experts on.", max=MAX_EXPERTS)],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.", max=MAX_EXPERTS)],
     trace: Annotated[
         Path | None, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
     ] = None,
     synthetic: Annotated[
         str | None,
-        typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8 and at most 128x1024x32, of Zipf's load."),
+        typer.Option(help="Synthetic trace with Zipf's load: LAYERSxExK, such as 58x256x8, at most 128x1024x32."),
     ] = None,
     splits: Annotated[
         int,
@@ -31,7 +31,7 @@ def place(
     ] = 1,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="all, or some of contiguous, greedy, eplb, exflow, moetuner, joint, ...; repeatable."),
+        typer.Option(help="all, or one of contiguous, greedy, eplb, exflow, moetuner, joint, ...; repeatable."),
     ] = None,
     topology: Annotated[
         str, typer.Option(help="nvlink, two-nodes, or a .json with bandwidth (G, G) bytes/s and, measured, token_s.")
@@ -40,15 +40,22 @@ def place(
         int, typer.Option("--d", help="Model width: what a token's transfer and computation cost.", max=MOST_WIDTH)
     ] = 2880,
     h: Annotated[int, typer.Option("--h", help="Expert width.", max=MOST_WIDTH)] = 2880,
-    tokens: Annotated[int, typer.Option(help="Tokens of the step whose time is modelled.", max=2**40)] = 16_384,
-    num_experts: Annotated[int | None, typer.Option("--experts", help="E, where the trace does not say it.")] = None,
-    model: Annotated[str | None, typer.Option(help="Name in the map, in place of the trace's.")] = None,
-    experts_per_gpu: Annotated[
-        str | None, typer.Option(help="MIN:MAX in a layer; as equal as can be by default, 1:E as MoETuner prints it.")
+    tokens: Annotated[int, typer.Option(help="Tokens in the modelled step.", max=2**40)] = 16_384,
+    num_experts: Annotated[
+        int | None, typer.Option("--experts", help="Number of experts, if the trace does not state it.")
     ] = None,
-    solver: Annotated[str, typer.Option(help="Of moetuner: cp_sat, highs, scip, gurobi.")] = "cp_sat",
-    time_limit: Annotated[float, typer.Option(help="Seconds of each of moetuner's two programs.")] = 60.0,
-    limit: Annotated[float, typer.Option(help="Of joint: a layer's fullest GPU over the mean.")] = 1.02,
+    model: Annotated[str | None, typer.Option(help="Model name to write into the map; the trace's by default.")] = None,
+    experts_per_gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="MIN:MAX experts of a GPU in a layer; as equal as possible by default; 1:E is as MoETuner prints it."
+        ),
+    ] = None,
+    solver: Annotated[str, typer.Option(help="Method moetuner: its solver, cp_sat, highs, scip or gurobi.")] = "cp_sat",
+    time_limit: Annotated[float, typer.Option(help="Seconds for each of moetuner's two programs.")] = 60.0,
+    limit: Annotated[
+        float, typer.Option(help="Method joint: the most load a GPU may have, as a multiple of the mean.")
+    ] = 1.02,
     out: Annotated[Path | None, to_file(help="Write the map of the fastest method, fitted to split 0.")] = None,
     plots: Annotated[
         Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")

@@ -19,10 +19,8 @@ from moeblaze_ref.runtime.simt import cache
 Presets = Annotated[
     list[str] | None, typer.Option("--preset", help=f"all, or one of {', '.join(PRESETS)}; repeatable.")
 ]
-Tokens = Annotated[int | None, typer.Option(help="L, in place of the preset's.")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Replace a file that is there even if this command did not write it.")
-]
+Tokens = Annotated[int | None, typer.Option(help="Tokens in a step, L, in place of the preset's.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file even if this command did not write it.")]
 MOST_SECONDS = 10**6  # of a time limit
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -90,5 +88,5 @@ def _in_words(error: Exception) -> str:
 
 
 def print_error(message: str):
-    """In red, on stderr, as it is: an array's [3] is no markup."""
+    """Print in red on stderr, without markup: an array's [3] stays."""
     Console(stderr=True).print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False)

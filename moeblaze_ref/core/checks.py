@@ -273,7 +273,7 @@ def check_offsets(offsets: Array, num_experts: int, num_routed: int) -> None:
 
 
 def check_rise(name: str, offsets: Array, last: int, what: str) -> None:
-    """From 0 to ``last``, the number of ``what``, without a step down."""
+    """Check that the offsets rise from 0 to ``last``, the number of ``what``, without a step down."""
     for index, valid in ((0, 0), (offsets.shape[0] - 1, last)):
         if int(offsets[index]) != valid:
             raise ValueError(f"{name}[{index}] is {int(offsets[index])}, but it must be {valid} ({what} is {last})")

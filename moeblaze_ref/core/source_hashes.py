@@ -88,7 +88,7 @@ def _cuda(text: str) -> str:
 
 
 def _python(text: str) -> str:
-    """Without comments and docstrings; imports count by the names that they bring, and not by where those come from."""
+    """Python without comments and docstrings; imports count by the names that they bring, not by their modules."""
     tree, lines = ast.parse(text), text.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -102,7 +102,7 @@ def _python(text: str) -> str:
 
 
 def _docstrings(tree: ast.AST) -> Iterable[ast.stmt]:
-    """Those that stand on lines of their own."""
+    """The docstrings of a module, its classes and its functions, as statements."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
         if isinstance(node, owners) and ast.get_docstring(node, clean=False) is not None:

@@ -31,7 +31,7 @@ def _owned(first: Array, end: Array) -> str:
 
 
 def _check_padded_rows(given: Arguments) -> None:
-    """With this block size the padded rows, at most R + E (block - 1), fit int32."""
+    """Check that with this block size the padded rows, at most R + E (block - 1), fit int32."""
     dispatch, block = given["dispatch"], given["block"]
     check_block(block)
     most = dispatch.R + dispatch.E * (int(block) - 1)
@@ -275,7 +275,7 @@ def _check_activate(a: Array, b: Array | None, activation: str, dtypes: Dtypes) 
 
 
 def _check_activate_backward(d_y_swi: Array, a: Array, b: Array | None, activation: str, dtypes: Dtypes) -> None:
-    """As `_check_activate`, and d_y_swi (nnz, block, block) belongs to them."""
+    """Check a and b by `_check_activate`, and that d_y_swi (nnz, block, block) belongs to them."""
     _check_activate(a, b, activation, dtypes)
     _check_blocks("d_y_swi", d_y_swi, a.shape[0], a.shape[2], (checks.dtype_of(a),))
 

@@ -46,7 +46,7 @@ class IndexArrays:
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array], **numbers: int) -> Self:
-        """Its arrays, found by name among others, and its numbers: the inverse of `arrays`."""
+        """Make the structure of its arrays, found by name among others, and its numbers: the inverse of `arrays`."""
         return cls(**{name: arrays[name] for name in _array_names(cls)}, **numbers)
 
     def map(self, convert: Callable[[Array], Array]) -> Self:

@@ -53,7 +53,7 @@ class ReorderedOracle(oracle.OracleMoE):
         self.axes = checks.check_name("axes", axes, ORDERS)
 
     def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> tuple[Tensor, oracle.Routing]:
-        """As the oracle's."""
+        """Run the oracle's layer with its sums in reversed order."""
         wg, w1, w2, w3 = self.weights
         if "d" in self.axes:
             x, wg, w1, w2 = x.flip(1), wg.flip(0), w1.flip(1), _flipped(w2, 1)

@@ -354,7 +354,7 @@ def _conventional(s: _Case) -> _Draft:
     """Every tensor of oracle.py (route and experts); memory/measure.py finds the same bytes, kept and at the peak.
 
     Not from a paper: it is what torch keeps of this project's oracle. Three habits of torch show: its indices are
-    int64; it stores the pieces of a grouped product and then their concatenation; and its index_add saves the
+    int64; it stores each expert's product and then their concatenation; and its index_add saves the
     source, `weighted`, merely to know its shape.
     """
     tensors = [
@@ -365,8 +365,8 @@ def _conventional(s: _Case) -> _Draft:
         Tensor("token", (s.R,), "int64"),
         Tensor("lengths", (s.E,), "int64", until="lengths"),
         Tensor("routed_x", (s.R, s.d), s.dtype),
-        *_in_pieces(_intermediates(s, (s.R, s.h))),
-        *_in_pieces([Tensor("y", (s.R, s.d), s.dtype)]),
+        *_per_expert(_intermediates(s, (s.R, s.h))),
+        *_per_expert([Tensor("y", (s.R, s.d), s.dtype)]),
         *([Tensor("gate_rows_wide", (s.R, 1), s.wide, until="gate_rows")] if s.mixed else []),
         Tensor("gate_rows", (s.R, 1), s.dtype),
         Tensor("weighted", (s.R, s.d), s.dtype),
@@ -426,8 +426,8 @@ def _oracle_router(s):
     ]
 
 
-def _in_pieces(tensors):
-    """Tensors that come from a grouped product, each preceded by its pieces, one per expert."""
+def _per_expert(tensors):
+    """Tensors that come from a grouped product, each preceded by the products of the single experts."""
     for tensor in tensors:
         if tensor.name in ("a", "b", "y"):
             yield replace(tensor, name=f"{tensor.name}_pieces", until=tensor.name)

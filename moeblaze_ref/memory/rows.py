@@ -34,7 +34,7 @@ def _differences(more: Sequence[int], less: Sequence[int]) -> tuple[int, ...]:
 
 
 def capacity_rows(counts: Sequence[int], capacity: int) -> Rows:
-    """At most C rows stay of an expert's n, and C are stored: max(n - C, 0) dropped, max(C - n, 0) padding.
+    """Rows under a fixed capacity C: of an expert's n, max(n - C, 0) are dropped; max(C - n, 0) are padding.
 
     Raises
     ------

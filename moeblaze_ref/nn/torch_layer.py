@@ -299,7 +299,7 @@ _replay: ContextVar[Iterator[Tensor] | None] = ContextVar("replay", default=None
 
 
 def keep_routing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For ``torch.utils.checkpoint``: the recomputation replays the choice of experts instead of making it again.
+    """Contexts for ``torch.utils.checkpoint``: the recomputation replays the choice of experts and makes no new one.
 
     Returns
     -------

@@ -8,7 +8,7 @@ as it sends; operands are bfloat16. Of figure 10 only E, the baseline and the ra
 take the widths and tokens of figure 9, the same tokens at every E, and the time of all six products together.
 
 Each of figure 9's products, and figure 10's six together, move more than twice the bytes of the L2 cache of an H100 or
-H200: no operand is in the cache when its turn comes again.
+H200: no operand is in the cache when it is used again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from moeblaze_ref.core.config import MODELS, MoEConfig
 from moeblaze_ref.core.structures import Array, Topology
 from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.results import Rows
-from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.clock import interleave, replayed
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 
@@ -205,7 +205,7 @@ def time_product(model: str, name: str, config: MoEConfig, device: Device, block
         "bmm": partial(torch.bmm, *PRODUCTS[name].dense(experts)),
     }
     contenders = {system: replayed(device.captured(work)) for system, work in works.items()}
-    times = take_turns(contenders, REPETITIONS, device)
+    times = interleave(contenders, REPETITIONS, device)
     ours, bmm = times["ours"], times["bmm"]
     row = {
         "model": model,
@@ -291,7 +291,7 @@ def time_experts(model: str, config: MoEConfig, device: Device, block: int = blo
     }
     launched = {system: replayed(work) for system, work in works.items()}
     graphs = {(system, "graph"): replayed(device.captured(work)) for system, work in works.items()}
-    times = take_turns(launched | graphs, REPETITIONS, device)
+    times = interleave(launched | graphs, REPETITIONS, device)
     row = {
         "model": model,
         "E": config.E,

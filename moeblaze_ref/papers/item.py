@@ -39,7 +39,7 @@ class Item:
         return [replace(row, item=self.id) for row in one_each(function(self.claims)(recorded))]
 
     def jobs(self, device: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> Sequence[Job]:
-        """Return what measures the item on a GPU, piece by piece; ``earlier`` are the rows of earlier runs."""
+        """Return the jobs that measure the item on a GPU; ``earlier`` are the rows of earlier runs."""
         if self.measured_by is None:
             raise ValueError(f"{self.id} is not measured")
         measured_by = function(self.measured_by)

@@ -152,7 +152,7 @@ def _modelled(trace: RoutingTrace) -> dict[str, str]:
     before, after = contiguous(of_trace, TRACED_GPUS).shares(), ilp.moetuner(of_trace, on).placement.shares()
     times = zip(_times(of_trace, before, on).items(), _times(of_trace, after, on).values(), strict=True)
     found = {name: _change(then, now) for (name, then), now in times}
-    found["mean of GPUs"] += ", as every map shares out the same tokens"
+    found["mean of GPUs"] += ", as every map distributes the same tokens"
     fullest = simulate.balance(simulate.loads(of_trace, before)).max() / TRACED_GPUS
     return found | {"fullest": f"our trace, {TRACED_GPUS} GPUs: {100 * fullest:.0f}%"}
 

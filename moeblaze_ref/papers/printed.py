@@ -24,7 +24,7 @@ from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.papers.results import Rows
 from moeblaze_ref.runtime import Executor, ceil_div
-from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.clock import interleave, replayed
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.source import kernel_text
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
@@ -202,7 +202,7 @@ def time_versions(stage: str, name: str, config: MoEConfig, versions: dict[str, 
             replays[kernel] = replayed(device.captured(partial(_run, version, sets, bridge)))
         except Exception as error:  # one that fails must not end the others
             rows[kernel]["message"] = str(error).partition("\n")[0]
-    samples = take_turns(replays, REPETITIONS, device) if replays else {}
+    samples = interleave(replays, REPETITIONS, device) if replays else {}
     offsets = bridge.executor.to_numpy(sets[0].dispatch.expert_token_offsets).tolist()
     for kernel, taken in samples.items():
         of_one, version = taken.shared_by(len(sets)), versions[kernel]

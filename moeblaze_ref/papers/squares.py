@@ -17,7 +17,7 @@ from torch import Tensor
 from moeblaze_ref.bench.stages import input_sets
 from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.results import Rows
-from moeblaze_ref.runtime.clock import Samples, replayed, take_turns
+from moeblaze_ref.runtime.clock import Samples, interleave, replayed
 from moeblaze_ref.runtime.device import Device
 
 SIZES = tuple(2**power for power in range(9, 15))  # 512 to 16,384
@@ -90,7 +90,7 @@ def time_square(n: int, device: Device, kernels: Sequence[Kernel] = KERNELS) -> 
     errors = {kernel: _error(kernel, sets[0]) for kernel in kernels}
     works = {None: partial(_by_cublas, sets)} | {kernel: partial(_by_triton, kernel, sets) for kernel in kernels}
     contenders = {kernel: replayed(device.captured(work)) for kernel, work in works.items()}
-    samples = take_turns(contenders, REPETITIONS, device)
+    samples = interleave(contenders, REPETITIONS, device)
     times = {kernel: taken.shared_by(len(sets)) for kernel, taken in samples.items()}
     fastest: dict[tuple[tuple[int, int], int], Kernel] = {}  # by tile and order
     for kernel in kernels:

@@ -41,7 +41,7 @@ class BatchGating:
         return stages.with_gating(load_balancing_loss=self.load_balancing_loss, backward=self.backward)
 
     def load_balancing_loss(self, probs: Array, topk_experts: Array) -> Array:
-        """This rank's E * sum_e f_e P_e: f_e of all ranks' rows, P_e of its own tokens."""
+        """Return this rank's E * sum_e f_e P_e: f_e of all ranks' rows, P_e of its own tokens."""
         self._count(topk_experts, probs.shape[1])
         return self._gating.load_balancing_loss(probs, topk_experts, self._bridge.array(self.shares))
 

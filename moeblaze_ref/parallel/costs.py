@@ -37,7 +37,7 @@ class Costs:
         return self.on.token_s * np.mean([rows_of(placement, window).max(axis=1) for window in windows], axis=0)
 
     def exchange_seconds(self, placement: Placement, windows: Sequence[np.ndarray]) -> np.ndarray:
-        """There and back in every layer (layers,), the mean over the windows; each GPU has a part of every window."""
+        """Seconds there and back in every layer (layers,), a mean over windows; each GPU has a part of every window."""
         return self.exchange_s + np.mean([travel_seconds(placement, window, self.on) for window in windows], axis=0)
 
     def step_seconds(self, placement: Placement, windows: Sequence[np.ndarray]) -> float:

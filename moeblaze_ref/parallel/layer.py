@@ -118,7 +118,7 @@ class ExpertParallelMoE(KernelMoE):
 
     @torch.no_grad()
     def take(self, whole: RoutedExperts):
-        """This rank's part of the parameters of a layer that has all experts."""
+        """Copy this rank's part of the parameters from a layer that has all experts."""
         self.wg.copy_(whole.wg)
         for mine, theirs in zip(self.weights[1:], whole.weights[1:], strict=True):
             if mine is not None:

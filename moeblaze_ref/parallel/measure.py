@@ -35,14 +35,14 @@ class Host:
     torch_device = torch.device("cpu")
 
     def settle(self) -> None:
-        """There is no queue."""
+        """Do nothing: a CPU has no queue."""
 
     def mark(self) -> float:
         """Now, seconds."""
         return time.perf_counter()
 
     def milliseconds(self, start: float, end: float) -> float:
-        """Between two moments."""
+        """Milliseconds between two moments."""
         return 1e3 * (end - start)
 
 

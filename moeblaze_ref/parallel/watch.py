@@ -81,7 +81,7 @@ def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
 
 
 class Watch(AbstractContextManager):
-    """Within it, the loss of a rank ends every rank within the time-out, and the error names it.
+    """Context in which the loss of a rank ends every rank within the time-out, and the error names it.
 
     Every rank enters and leaves it; leaving waits for the others. Where a collective fails, as gloo's do when another
     rank has died, `LostRank` is raised on leaving. A collective that waits for ever cannot be left: then the process
@@ -151,7 +151,7 @@ class Watch(AbstractContextManager):
             self._leave_or_end()
 
     def _rest(self):
-        """Until the next sign, which is due as soon as the work has ended."""
+        """Wait until the next sign, which is due as soon as the work has ended."""
         if self._main_has_left.is_set():
             self._over.wait(min(SOON, self._pause))
         elif not self._over.is_set():

@@ -128,7 +128,7 @@ def _exchange(x, g, h):
 
 @numba.njit(cache=True)
 def _relabel(a, T, to, came, C, times, cost, tail, temperature):
-    """From a random layer on, GPUs g and h exchange all their experts, by Boltzmann's chance; the change of cost."""
+    """Let two GPUs exchange all experts from a random layer on, by Boltzmann's chance; return the change of cost."""
     layers, G = len(a), len(cost)
     l, g, h = np.random.randint(1, layers), np.random.randint(G), np.random.randint(G)
     flows = C[l:].copy()

@@ -7,7 +7,7 @@ from moeblaze_ref.core import checks
 
 @dataclass(frozen=True)
 class Bounds:
-    """From ``least`` to ``most`` experts of every layer on every GPU.
+    """Bounds: from ``least`` to ``most`` experts of every layer on every GPU.
 
     (1, E) is the paper's form; (E / G, E / G) gives every GPU the same memory.
 

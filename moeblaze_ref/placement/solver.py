@@ -103,7 +103,7 @@ def _solve(model, solver, parameters, settings):
 
 
 def check_installed(solver: str):
-    """There is such a solver, and it runs here: it gets an empty model to solve."""
+    """Check that there is such a solver, and that it runs here: it gets an empty model to solve."""
     minimise(new_model(), solver, TIME_LIMIT)
 
 

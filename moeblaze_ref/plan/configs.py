@@ -94,7 +94,7 @@ class Fields:
 
 
 def _heads(config: Fields) -> tuple[int, int]:
-    """Of queries, and of keys and values, each of which serves as many of the first."""
+    """Return the number of query heads, and of key and value heads, which divides it."""
     heads = config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -111,7 +111,7 @@ def _choice(config: Fields, name: str) -> tuple[int, int]:
 
 
 def _width(config: Fields, d: int) -> int:
-    """Width of a head: stated, or d shared out."""
+    """Width of a head: stated, or d divided by the heads."""
     return config.size("head_dim", d // config.size("num_attention_heads"))
 
 

@@ -19,7 +19,7 @@ class Executor(Protocol):
     """What compiles and runs kernel files."""
 
     def __hash__(self) -> int:
-        """It is a key of caches."""
+        """Hash of the executor, which is a key of caches."""
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 WARM_UP = 2  # rounds that do not count
 
 Lap = Callable[[], None]  # ends one part of the work and begins the next
-Contender = Callable[[int, Lap], object]  # does its work on the inputs of this turn, without waiting for it to end
+Contender = Callable[[int, Lap], object]  # does its work on the inputs of this round, without waiting for it to end
 
 
 class Clock(Protocol):
@@ -22,7 +22,7 @@ class Clock(Protocol):
         """A moment: when the device comes to this point of its queue."""
 
     def milliseconds(self, start: Any, end: Any) -> float:
-        """Between two moments; waits for the second."""
+        """Milliseconds between two moments; waits for the second."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Samples:
 
     @property
     def median(self) -> float:
-        """Of the whole work, milliseconds."""
+        """Median time of the whole work, in milliseconds."""
         return statistics.median(self.totals)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """First and third, milliseconds; of a single repetition, that repetition twice."""
+        """First and third quartile, in milliseconds; a single repetition is both."""
         totals = self.totals
         if len(totals) == 1:
             return totals[0], totals[0]
@@ -66,16 +66,16 @@ class Samples:
 
 
 def replayed(replay: Callable[[], None]) -> Contender:
-    """What is the same every turn, as a contender."""
-    return lambda turn, lap: replay()
+    """Return a contender that replays the same work in every round."""
+    return lambda number, lap: replay()
 
 
-def take_turns(contenders: Mapping[Any, Contender], repetitions: int, clock: Clock) -> dict[Any, Samples]:
-    """Every contender in each round, beginning with another one; the first ``WARM_UP`` rounds do not count.
+def interleave(contenders: Mapping[Any, Contender], repetitions: int, clock: Clock) -> dict[Any, Samples]:
+    """Time every contender in each round, beginning with another one; the first ``WARM_UP`` rounds do not count.
 
-    In its turn a contender works twice and the second time counts: then the clocks are those to which this very work
-    heats the device, not those that its predecessor left, and the host is as far ahead of the device as this very work
-    lets it be, as in training: the device settles before each turn, so that nobody inherits a lead from a longer work.
+    In a round each contender works twice, and the second time counts. So its own work sets the clocks of the device,
+    not the work of its predecessor. The host is as far ahead of the device as in training: the device settles before
+    each contender, so that none inherits a lead from a longer work.
 
     Parameters
     ----------
@@ -91,25 +91,25 @@ def take_turns(contenders: Mapping[Any, Contender], repetitions: int, clock: Clo
     dict of name to Samples
     """
     laps: dict[Any, list[tuple[float, ...]]] = {name: [] for name in contenders}
-    for turn in range(WARM_UP + repetitions):
-        moments = {name: _moments(contenders[name], turn, clock) for name in _from(turn, contenders)}
-        if turn >= WARM_UP:
+    for number in range(WARM_UP + repetitions):
+        moments = {name: _moments(contenders[name], number, clock) for name in _from(number, contenders)}
+        if number >= WARM_UP:
             for name, of_one in moments.items():
                 laps[name].append(tuple(clock.milliseconds(*ends) for ends in pairwise(of_one)))
     return {name: Samples(tuple(of_one)) for name, of_one in laps.items()}
 
 
-def _moments(contender: Contender, turn: int, clock: Clock) -> list[Any]:
+def _moments(contender: Contender, number: int, clock: Clock) -> list[Any]:
     """The beginning, the laps and the end of one contender's work, after a run-up on other inputs."""
     clock.settle()
-    contender(turn + 1, lambda: None)
+    contender(number + 1, lambda: None)
     moments = [clock.mark()]
-    contender(turn, lambda: moments.append(clock.mark()))
+    contender(number, lambda: moments.append(clock.mark()))
     return [*moments, clock.mark()]
 
 
-def _from(turn: int, names: Iterable[Any]) -> list[Any]:
-    """The names in order, beginning at another one each turn."""
+def _from(number: int, names: Iterable[Any]) -> list[Any]:
+    """The names in order, beginning at another one each round."""
     names = list(names)
-    first = turn % len(names)
+    first = number % len(names)
     return names[first:] + names[:first]

@@ -89,7 +89,7 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def gpu_of(device: int) -> Gpu:
-    """That of a device by its number."""
+    """Return the GPU with this device number."""
     found = cupy.cuda.runtime.getDeviceProperties(device)
     return Gpu(found["name"].decode(), (found["major"], found["minor"]), found["multiProcessorCount"])
 
@@ -137,7 +137,7 @@ class CupyModule(Module):
         self._shared_bytes: dict[str, int] = {}  # dynamic shared memory that a kernel was allowed
 
     def bind(self, kernel: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
-        """As `Module.bind`, in a tuple, each as CuPy passes it."""
+        """Bind the arguments by `Module.bind`, and return them in a tuple, each as CuPy passes it."""
         return tuple(map(_argument, super().bind(kernel, arguments)))
 
     def _run(self, kernel: str, grid: Size, block: Size, shared_bytes: int, values: Sequence[Any]) -> None:

@@ -126,7 +126,7 @@ class Declarations:
 
     @classmethod
     def read(cls, text: str, constants: dict[str, Any]) -> "Declarations":
-        """Those of the text of a .cu file; ``constants`` may stand for types."""
+        """Read the declarations in the text of a .cu file; ``constants`` may stand for types."""
         code = _NO_CODE.sub(lambda match: match[0] if match[0] == '"C"' else " ", text)
         kernels: dict[str, tuple[Parameter, ...]] = {}
         refused: dict[str, str] = {}

@@ -10,7 +10,7 @@ import torch
 
 from moeblaze_ref.core import provenance
 from moeblaze_ref.runtime.ceilings import Ceilings
-from moeblaze_ref.runtime.clock import Clock, Contender, Samples, take_turns
+from moeblaze_ref.runtime.clock import Clock, Contender, Samples, interleave
 from moeblaze_ref.runtime.torch_capture import capture
 
 PRODUCT = 8192  # rows, columns and depth of the dense product that stands for all matrix products
@@ -55,7 +55,7 @@ class Gpu:
     ----------
     torch_device : torch.device
     cache_bytes : int
-        Of the L2 cache, which inputs that are used in turn must not fit into.
+        Of the L2 cache, which inputs that are used alternately must not fit into.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Gpu:
         return event
 
     def milliseconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Between two events; waits for the second."""
+        """Milliseconds between two events; waits for the second."""
         end.synchronize()
         elapsed: float = start.elapsed_time(end)
         return elapsed
@@ -86,8 +86,8 @@ class Gpu:
         source = torch.randint(256, (COPY_BYTES,), device=self.torch_device, dtype=torch.uint8)
         target = torch.empty_like(source)
         return {
-            "product": lambda turn, lap: torch.mm(left, right, out=product),
-            "copy": lambda turn, lap: target.copy_(source),
+            "product": lambda number, lap: torch.mm(left, right, out=product),
+            "copy": lambda number, lap: target.copy_(source),
         }
 
     def rates(self, samples: Mapping[Any, Samples]) -> Ceilings:
@@ -99,7 +99,7 @@ class Gpu:
         """The rates of a GPU that comes from a pause, once a run: at its power limit it soon clocks lower than this."""
         torch.cuda.synchronize()
         time.sleep(REST_SECONDS)
-        return self.rates(take_turns(self.ceilings(), REST_REPETITIONS, self))
+        return self.rates(interleave(self.ceilings(), REST_REPETITIONS, self))
 
     def peak_bytes(self, work: Callable[[], Any]) -> int:
         """The most bytes that ``work`` allocates at one time, over what was allocated before it."""
@@ -139,8 +139,8 @@ class Gpu:
         start = self.mark()
         contenders["product"](0, lambda: None)
         once = self.milliseconds(start, self.mark())
-        for turn in range(round(1000 * LOAD_SECONDS / once)):
-            contenders["product"](turn, lambda: None)
+        for number in range(round(1000 * LOAD_SECONDS / once)):
+            contenders["product"](number, lambda: None)
         clocks = provenance.clocks()
         torch.cuda.synchronize()
         return clocks

@@ -132,7 +132,7 @@ class Step:
 
     @property
     def is_access(self) -> bool:
-        """It asks for memory."""
+        """Return whether the step asks for memory."""
         return bool(self.records["bytes"].any())
 
     @property

@@ -71,7 +71,7 @@ class Launch:
                     part[...] = values
 
     def errors(self, arrays: dict[str, np.ndarray]) -> dict[str, float]:
-        """Of each output, the largest error of its parts."""
+        """Return the largest error of each output over its parts."""
         return {
             name: max(error(arrays[name][place], values) for place, values in parts)
             for name, parts in self.expected.items()

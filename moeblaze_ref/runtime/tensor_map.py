@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, array: Array) -> "Layout":
-        """That of an array."""
+        """Return the layout of an array."""
         return cls(address_of(array), dtype_of(array), tuple(array.shape), strides_of(array))
 
     @property

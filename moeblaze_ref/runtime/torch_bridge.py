@@ -16,12 +16,12 @@ from moeblaze_ref.runtime.simt.executor import SimtExecutor
 
 
 class Bridge:
-    """Between the tensors of one device and the arrays of its executor; None stays None."""
+    """Converts between the tensors of one device and the arrays of its executor; None stays None."""
 
     executor: Executor
 
     def running(self) -> AbstractContextManager[None]:
-        """Within it the stages may run on these tensors."""
+        """Context in which the stages may run on these tensors."""
         return nullcontext()
 
     def array(self, tensor: Tensor | None) -> Array | None:

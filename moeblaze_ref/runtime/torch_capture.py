@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Within it Python's garbage collector runs only if it is called: reference counting alone frees objects."""
+    """Context in which Python's garbage collector runs only if called: reference counting alone frees objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:

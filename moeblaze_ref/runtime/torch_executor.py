@@ -84,7 +84,7 @@ Taken = tuple[Any, Callable[[Any], Any]]
 
 
 class TensorBridge(Bridge):
-    """To an executor whose arrays are tensors."""
+    """Bridge to an executor whose arrays are tensors."""
 
     def arrays(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
         """The tensors' own memory as other tensors, which outlive what becomes of the first."""
@@ -116,7 +116,7 @@ class TensorModule(Module):
         shared_bytes: int = 0,
         **arguments: Any,
     ) -> None:
-        """As `Module.launch`, with tensors, and with what `TorchExecutor.tensor_map` makes of them."""
+        """Launch a kernel as `Module.launch` does, on tensors or on `TorchExecutor.tensor_map`'s maps of them."""
         takes = self._takes.get(kernel) or self._prepare(kernel)
         if takes.keys() != arguments.keys():
             self.source.bind(kernel, arguments)  # says what is wrong
@@ -133,7 +133,7 @@ class TensorModule(Module):
         self._run(kernel, grid, block, shared_bytes, tuple(values))
 
     def _prepare(self, kernel: str) -> dict[str, Taken]:
-        """Of each parameter its kind, and what makes a value of a number."""
+        """Return for each parameter of a kernel what kind it takes, and what converts a number for it."""
         parameters = self.source.declarations.parameters(kernel)
         self._takes[kernel] = {parameter.name: _taken_by(parameter, kernel) for parameter in parameters}
         return self._takes[kernel]

@@ -88,7 +88,7 @@ class GpuBridge(TensorBridge):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """On the tensors' device and torch's current stream, if that captures, then without the garbage collector."""
+        """Context on the tensors' device and torch's current stream; while that captures, no garbage collector runs."""
         with _without_autocast(), cupy.cuda.Device(self._device.index):
             self._bind_thread()
             with without_collector_if_capturing():
@@ -102,5 +102,5 @@ class GpuBridge(TensorBridge):
 
 
 def _without_autocast() -> AbstractContextManager[object]:
-    """Within it products keep their operands' dtype; to turn off what is off would cost as much as a launch."""
+    """Context in which products keep their operands' dtype; turning off what is off would cost as much as a launch."""
     return torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()

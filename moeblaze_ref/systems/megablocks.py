@@ -53,11 +53,11 @@ class Saved:
         return self.bins.arrays() | self.topology.arrays() | present
 
     def floats(self) -> dict[str, Array | None]:
-        """Those of ``FLOATS``, by name; b is None for the ungated activations, and what is not kept is None."""
+        """The tensors of ``FLOATS`` by name; b is None for ungated activations, and what is not kept is None."""
         return {name: getattr(self, name) for name in FLOATS}
 
     def release(self) -> None:
-        """Let go of all `floats`: whoever has taken them frees them."""
+        """Drop the references to all `floats`, so that their last user frees them."""
         for name in FLOATS:
             setattr(self, name, None)
 

@@ -331,7 +331,7 @@ def _with_equal_logits(case: Case) -> Case:
 
 
 def _with_far_logits(case: Case) -> Case:
-    """Return the case with logits around ``FAR`` and around ``-FAR``, by turns, and differences of every size."""
+    """Return the case with logits around ``FAR`` and around ``-FAR``, alternately, and differences of every size."""
     x, wg = case.x.copy(), 10 * case.weights.wg
     x[:, 1] = (-1.0) ** np.arange(case.L)
     wg[1] = FAR
@@ -359,7 +359,7 @@ def many_tokens_case(L: int = MANY_TOKENS) -> Case:
 
 
 def many_choices_case() -> Case:
-    """As many experts a token as the kernels take: one for each lane of a warp."""
+    """A case with the most experts a token that the kernels take: one for each lane of a warp."""
     return make_case(5, 8, 8, 40, 32, name="as many experts a token as lanes of a warp")
 
 
@@ -413,7 +413,7 @@ def wide_block_cases() -> list[Case]:
 
 
 def whole_block_cases() -> list[Case]:
-    """Such layers for tiles that take no other blocks: every activation; blocks in h of an odd and an even number."""
+    """Layers of whole blocks, for tiles that take no others: every activation, odd and even numbers of blocks in h."""
     return [
         *kink_cases(h=128),
         *(make_case(20, 8, 128, 3, 2, "zipf", f"whole blocks, {name}", name) for name in ACTIVATIONS),

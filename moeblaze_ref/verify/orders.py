@@ -141,7 +141,7 @@ def _picked(of_experts: np.ndarray, sizes: Sizes) -> np.ndarray:
 
 
 def _input_gradient(stage, cast, sizes) -> Found:
-    """By expert: a row of d_a, or of d_b, picks the one column of w1, or of w2, that holds the term of its token."""
+    """Terms of d_x by expert: a row of d_a or d_b picks the one column of w1 or w2 that holds the term of its token."""
     w = telling_terms(sizes.E, (sizes.h, sizes.d), seed=4)
     by_w1 = (np.arange(sizes.E)[:, None, None] + np.arange(sizes.h)[:, None]) % 2 == 0
     halves = [cast(np.swapaxes(np.where(half, w, 0), 1, 2)) for half in (by_w1, ~by_w1)]  # (E, d, h) each
@@ -155,7 +155,7 @@ def _input_gradient_by_slot(stage, cast, sizes) -> Found:
 
 
 def _summed_output(stage, cast, sizes) -> Found:
-    """By expert. A gate is one number an expert, so that each term is a power of two of w3."""
+    """Terms of the output by expert. A gate is one number an expert, so that each term is a power of two of w3."""
     w3, of_experts = telling_terms(sizes.E, (sizes.h, sizes.d), seed=5), powers_of_two(sizes.E)
     gates = of_experts[_experts(sizes)]
     found = stage.summed_forward(cast(_picks(sizes)), cast(w3 / of_experts[:, None, None]), gates, routing(sizes))
@@ -166,7 +166,7 @@ def _summed_output(stage, cast, sizes) -> Found:
 
 
 def _up_products(stage, cast, sizes) -> Found:
-    """Both, a and b."""
+    """Terms of a and of b."""
     w1, w2 = w = [telling_terms(sizes.d, (sizes.E, sizes.h), seed) for seed in (6, 15)]
     x = powers_of_two(sizes.d, sizes.L).T  # (L, d): one number a token
     weights = [cast(np.moveaxis(half, 0, 1)) for half in (w1, w2)]
@@ -177,13 +177,13 @@ def _up_products(stage, cast, sizes) -> Found:
 
 
 def _input_gradient_alternating(stage, cast, sizes) -> Found:
-    """Over h: of each hidden element the product with w1, then that with w2."""
+    """Terms of d_x over h: of each hidden element the product with w1, then that with w2."""
     w = telling_terms(2 * sizes.h, (sizes.E, sizes.d), seed=16)
     return _one_row_of_input_gradient(stage, cast, sizes, w[0::2], w[1::2]), _terms_of_one_row(w, sizes)
 
 
 def _input_gradient_by_weight(stage, cast, sizes) -> Found:
-    """Over h: all products with w1, then all with w2."""
+    """Terms of d_x over h: all products with w1, then all with w2."""
     w = telling_terms(2 * sizes.h, (sizes.E, sizes.d), seed=16)
     return _one_row_of_input_gradient(stage, cast, sizes, *np.split(w, 2)), _terms_of_one_row(w, sizes)
 
@@ -203,7 +203,7 @@ def _terms_of_one_row(w: np.ndarray, sizes: Sizes) -> np.ndarray:
 
 
 def _weight_gradient(stage, cast, sizes, axes: str) -> Found:
-    """Over an expert's rows: rows (R, h) times one number a column of the tokens (L, d)."""
+    """Terms over an expert's rows: rows (R, h) times one number a column of the tokens (L, d)."""
     rows, columns = telling_terms(sizes.L, (sizes.E, sizes.h), seed=7), powers_of_two(sizes.d)
     hidden = cast(np.swapaxes(rows, 0, 1).reshape(-1, sizes.h))
     found = stage.weight_gradient(hidden, cast(np.tile(columns, (sizes.L, 1))), routing(sizes))
@@ -218,7 +218,7 @@ def _down_product(stage, cast, sizes) -> Found:
 
 
 def _hidden_gradients(stage, cast, sizes) -> Found:
-    """Of a and of b, where both are 1: gate * <d_out, w3>."""
+    """The gradients of a and of b, where both are 1: gate * <d_out, w3>."""
     w3, d_out = telling_terms(sizes.d, (sizes.E, sizes.h), seed=9), powers_of_two(sizes.d, sizes.L).T
     gates = powers_of_two(sizes.L, sizes.k)
     d_a, d_b, *_ = _backward_of_ones(stage, cast, sizes, d_out, np.moveaxis(w3, 0, 2), gates)
@@ -228,7 +228,7 @@ def _hidden_gradients(stage, cast, sizes) -> Found:
 
 
 def _gate_gradient(stage, cast, sizes) -> Found:
-    """Over h: each token's row of d_out picks the one column of w3 that holds its terms."""
+    """Terms over h: each token's row of d_out picks the one column of w3 that holds its terms."""
     w3, gates = telling_terms(sizes.h, (sizes.E, sizes.d), seed=10), powers_of_two(sizes.L, sizes.k)
     columns = np.arange(sizes.L) % sizes.d
     d_out = np.eye(sizes.d, dtype=np.float32)[columns]
@@ -260,7 +260,7 @@ def _gate_gradient_of_combine(stage, cast, sizes) -> Found:
 
 @cache
 def _bins(sizes: Sizes) -> PaddedBins:
-    """Without padding: the block divides L."""
+    """Bins without padding: the block divides L."""
     return reference_sparse.pad(routing(sizes), sizes.block)
 
 
@@ -291,7 +291,7 @@ def _sdd(stage, cast, sizes, transpose_rhs: bool) -> Found:
 
 
 def _dsd(stage, cast, sizes, transpose_rhs: bool) -> Found:
-    """Over h."""
+    """Terms of a block-sparse product over h."""
     w3, rows = telling_terms(sizes.h, (sizes.E, sizes.d), seed=13), powers_of_two(sizes.h, sizes.E * sizes.L).T
     rhs = np.transpose(w3, (1, 2, 0)) if transpose_rhs else np.moveaxis(w3, 0, 1).reshape(-1, sizes.d)
     found = stage.dsd(cast(_sparse(rows, sizes)), _topology(sizes), cast(rhs), transpose_rhs=transpose_rhs)

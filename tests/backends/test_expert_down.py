@@ -492,15 +492,15 @@ FAULTS = {
         "weights of another expert": ("p, tile.expert);", "p, 0);"),
         "last expert dropped": ("if (++expert == E) return false;", "if (++expert == E - 1) return false;"),
         "tiles of the experts before counted again": ("            first += tiles;", ";"),
-        "turns of more blocks than there are": ("taken * gridDim.x;", "taken * (gridDim.x + 1);"),
+        "stride of more blocks than there are": ("taken * gridDim.x;", "taken * (gridDim.x + 1);"),
         "a band always full": ("high = min(BAND, row_tiles() - band * BAND)", "high = BAND"),
         "the epilogue does not wait": ("barrier_wait(&shared.done[number(i)], parity);", ";"),
         "the epilogue waits for the first part alone": (", parity ^= 1)\n            store(", ")\n            store("),
         "consumer does not wait for the epilogue": ("barrier_wait(&shared.stored[warp], parity);", ";"),
         "consumer waits before there is a part": ("parity = 1;  // of the part before", "parity = 0;"),
         "every lane is done": ("if (lane_id() == 0) barrier_arrive(&shared.done", "barrier_arrive(&shared.done"),
-        "piece never given back": ("if (lane_id() == 0) barrier_arrive(&shared.stored[number(i)]);", ";"),
-        "piece given back before it is stored": (
+        "epilogue tile never given back": ("if (lane_id() == 0) barrier_arrive(&shared.stored[number(i)]);", ";"),
+        "epilogue tile given back before it is stored": (
             (
                 "        barrier_wait(&shared.done[number(i)], parity);\n"
                 "        return shared.finished[number(i)];\n"
@@ -519,13 +519,16 @@ FAULTS = {
             ),
         ),
         "part taken by two epilogue warps": ("+ i * Roles::EPILOGUE_WARPS;", "+ i;"),
-        "piece stored as if it were the first": ("return number(i) * WARP_ROWS;", "return i * WARP_ROWS;"),
+        "epilogue tile stored as if it were the first": ("return number(i) * WARP_ROWS;", "return i * WARP_ROWS;"),
         "second part is the first": ("sums + part * TILE_COLUMNS / 2 / Shared::PARTS", "sums"),
         "lower rows in the place of the upper": ("half * 8 + lane_id() % 8", "lane_id() % 8"),
         "finished rows where no one looks": ("() % 8, first + lane_id() / 8", "() % 8, first + (lane_id() / 8 ^ 1)"),
         "row tail stored": ("width, tile.rows, width - column);", "width, TILE_ROWS, width - column);"),
-        "transposed piece not transposed": ("stmatrix_x4_transposed(&finished", "stmatrix_x4(&finished"),
-        "halves of a transposed piece alike": ("first * CHUNK + lane_id(), half", "first * CHUNK + lane_id(), 0"),
+        "transposed epilogue tile not transposed": ("stmatrix_x4_transposed(&finished", "stmatrix_x4(&finished"),
+        "halves of a transposed epilogue tile alike": (
+            "first * CHUNK + lane_id(), half",
+            "first * CHUNK + lane_id(), 0",
+        ),
         "transposed, tail of the columns stored": ("rows - column, width - tile.row", "TILE_COLUMNS, width - tile.row"),
         "transposed, tail of the rows stored": ("if (row < rows)\n", "if (true)\n"),
         "row tail of hidden gradients stored": ("count = min(WARP_ROWS, tile.rows - first)", "count = WARP_ROWS"),

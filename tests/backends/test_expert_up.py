@@ -420,7 +420,7 @@ FAULTS = {
         "the epilogue waits for the first consumer alone": ("&shared.done[number(i)],", "&shared.done[number(i) % 4],"),
         "consumer waits for the first part alone": ("++part, parity ^= 1) {\n            ", "++part) {\n            "),
         "consumer never done": ("if (lane_id() == 0) barrier_arrive(&shared.done[warp]);", ";"),
-        "piece done before it is there": (
+        "epilogue tile done before it is there": (
             (
                 "            hand_over(finished, sums + part * TILE_COLUMNS / 2 / Shared::PARTS);\n"
                 "            __syncwarp();\n"
@@ -431,14 +431,20 @@ FAULTS = {
                 "            hand_over(finished, sums + part * TILE_COLUMNS / 2 / Shared::PARTS);\n"
             ),
         ),
-        "every lane gives the piece back": (
+        "every lane gives the epilogue tile back": (
             "if (lane_id() == 0) barrier_arrive(&shared.stored[number(i)]);",
             "barrier_arrive(&shared.stored[number(i)]);",
         ),
-        "piece given back before every lane has stored": ("(int i) const {\n        __syncwarp();", "(int i) const {"),
+        "epilogue tile given back before every lane has stored": (
+            "(int i) const {\n        __syncwarp();",
+            "(int i) const {",
+        ),
         "rows of the second consumer not stored": (" / Roles::EPILOGUE_WARPS", " / Roles::EPILOGUE_WARPS / 2"),
-        "piece of another consumer": ("finished[number(i)];", "finished[(number(i) + 4) % EPILOGUE_TILES];"),
-        "another piece given back": ("barrier_arrive(&shared.stored[number(i)])", "barrier_arrive(&shared.stored[i])"),
+        "epilogue tile of another consumer": ("finished[number(i)];", "finished[(number(i) + 4) % EPILOGUE_TILES];"),
+        "another epilogue tile given back": (
+            "barrier_arrive(&shared.stored[number(i)])",
+            "barrier_arrive(&shared.stored[i])",
+        ),
         "second part in the first one's place": ("store(tile, part * TILE_COLUMNS / Shared::PARTS,", "store(tile, 0,"),
         "upper rows in the place of the lower": ("int i = (first + j) * 4 + half * 2;", "int i = (first + j) * 4;"),
         "pair packed the other way round": ("T>(first), from_float<T>(second)}", "T>(second), from_float<T>(first)}"),

@@ -1,4 +1,4 @@
-"""How the tiles of a weight gradient are shared out among blocks: tile_lists.cuh against a plain model of it."""
+"""How the tiles of a weight gradient are assigned to blocks: tile_lists.cuh against a plain model of it."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from moeblaze_ref.runtime.source import inlined
 SIMT = SimtExecutor()
 TEXT = """// Runs on      sm_70 and later; SIMT executor.
 #include "tile_lists.cuh"
-extern "C" __global__ void share(const int* ends, int* counts, int* listed, int E, int of_expert, int most) {
+extern "C" __global__ void assign(const int* ends, int* counts, int* listed, int E, int of_expert, int most) {
     __shared__ TileList own_tiles;
     __shared__ TileAssignment assignment;
     assign_tiles(own_tiles, assignment, ends, E, of_expert);
@@ -31,7 +31,7 @@ def assigned(rows, of_expert, blocks, text=TEXT, executor=SIMT):
     ends = executor.from_numpy(np.cumsum([0, *rows]).astype("int32"))
     counts, listed = executor.empty((blocks,), "int32"), executor.empty((blocks, tiles + 1), "int32")
     executor.load("test.cu", text=text).launch(
-        "share",
+        "assign",
         blocks,
         THREADS,
         ends=ends,
@@ -61,11 +61,11 @@ def interleaved(tiles, blocks):
 def model(rows, of_expert, blocks):
     """The same without a GPU's means: whole lists, sorted anew in every round."""
     tiles = len(rows) * of_expert
-    turns = interleaved(tiles, blocks)
-    loads = work(turns, rows, of_expert)
+    strided = interleaved(tiles, blocks)
+    loads = work(strided, rows, of_expert)
     even = loads.max() * blocks <= loads.sum() + loads.sum() // EVEN
     if even or tiles > MOST_ROUNDS * blocks or loads.sum() // blocks + 2 * loads.max() > MOST_LOAD:
-        return turns
+        return strided
     waiting = [
         expert * of_expert + i for expert in np.argsort(-np.asarray(rows), kind="stable") for i in range(of_expert)
     ]
@@ -76,7 +76,7 @@ def model(rows, of_expert, blocks):
         for block in takers[: len(waiting)]:
             own_tiles[block].append(int(waiting.pop(0)))
             loads[block] += steps_of(rows)[own_tiles[block][-1] // of_expert]
-    return turns if max(map(len, own_tiles)) > MOST else own_tiles
+    return strided if max(map(len, own_tiles)) > MOST else own_tiles
 
 
 SKEWED = [int(20_000 / (i + 1)) for i in range(24)]
@@ -87,8 +87,8 @@ CASES = {
     "one block": (SKEWED, 2, 1),
     "more blocks than tiles": ([700, 10], 2, 9),
     "even": ([640 + i % 2 * 64 for i in range(12)], 6, 6),
-    "a turn too many": ([10_000, *[64] * 384], 1, 6),
-    "no turn too many": ([10_000, *[64] * 383], 1, 6),
+    "a round too many": ([10_000, *[64] * 384], 1, 6),
+    "no round too many": ([10_000, *[64] * 383], 1, 6),
     "no rows": ([0] * 5, 2, 3),
     "loads that are too large": ([300_000_000, 70_000_000, 0, 0], 2, 3),
 }
@@ -114,14 +114,14 @@ def test_every_tile_is_taken_once_as_the_model_says(rows, of_expert, blocks):
 
 def test_skew_costs_next_to_nothing():
     rows, of_expert, blocks = CASES["skewed"]
-    own_tiles, turned = assigned(rows, of_expert, blocks)
-    loads, turns = (work(of, rows, of_expert) for of in (own_tiles, interleaved(len(rows) * of_expert, blocks)))
-    assert not turned
-    assert turns.max() > 1.3 * turns.mean()
+    own_tiles, strided_order = assigned(rows, of_expert, blocks)
+    loads, strided = (work(of, rows, of_expert) for of in (own_tiles, interleaved(len(rows) * of_expert, blocks)))
+    assert not strided_order
+    assert strided.max() > 1.3 * strided.mean()
     assert loads.max() < 1.03 * loads.mean()
 
 
-@pytest.mark.parametrize("case", ["one block", "even", "a turn too many", "loads that are too large"])
+@pytest.mark.parametrize("case", ["one block", "even", "a round too many", "loads that are too large"])
 def test_tiles_are_interleaved_where_that_is_even_or_there_are_many(case):
     assert assigned(*CASES[case])[1]
 
@@ -131,8 +131,8 @@ def test_a_list_that_is_too_long_is_none(others, too_many):
     blocks = 9
     one_in_nine = [300_000, *[0] * (blocks - 1)]  # interleaved, one block has all
     rows = one_in_nine * (blocks - 1) + [0] * (others - (blocks - 1) ** 2)
-    own_tiles, turned = assigned(rows, 1, blocks)
-    assert turned == too_many
+    own_tiles, strided_order = assigned(rows, 1, blocks)
+    assert strided_order == too_many
     assert max(map(len, own_tiles)) == (MOST if not too_many else -(-len(rows) // blocks))
 
 
@@ -144,7 +144,7 @@ FAULTS = {
     "who has more takes one too": ("stands() && load < limit", "stands()"),
     "loads not told": ("        __syncthreads();\n        if (stands()) loads", "        if (stands()) loads"),
     "loads told too late": ("[threadIdx.x] = load;\n        __syncthreads();", "[threadIdx.x] = load;"),
-    "only the first has a share": ("next += takers", "next += takers + 1"),
+    "only the first has a tile": ("next += takers", "next += takers + 1"),
     "a list of another block": ("if (threadIdx.x == blockIdx.x && count", "if (threadIdx.x == 0 && count"),
     "a count of another block": (
         "if (threadIdx.x == blockIdx.x) own_tiles.count",
@@ -153,7 +153,7 @@ FAULTS = {
     "never even": ("<= sum + sum / EVEN", "< 0"),
     "always even": ("<= sum + sum / EVEN", ">= 0"),
     "list beyond its end": ("return taken < count ? tiles[taken] : NONE;", "return tiles[taken];"),
-    "a turn of another length": ("blockIdx.x + taken * gridDim.x", "blockIdx.x + taken * blockDim.x"),
+    "a stride of another length": ("blockIdx.x + taken * gridDim.x", "blockIdx.x + taken * blockDim.x"),
 }
 
 

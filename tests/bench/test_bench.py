@@ -34,21 +34,21 @@ from moeblaze_ref.memory.accounting import Assumptions, account
 from moeblaze_ref.nn import oracle, systems
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.runtime.ceilings import Ceilings, Cost
-from moeblaze_ref.runtime.clock import WARM_UP, Samples, take_turns
+from moeblaze_ref.runtime.clock import WARM_UP, Samples, interleave
 from moeblaze_ref.runtime.device import NoGraph
 from moeblaze_ref.verify.cases import random_topk, relative_error
 
 TINY = MoEConfig(L=37, d=16, h=24, E=5, k=2)
 UNGATED = TINY.replace(activation="relu2")
 
-# Turns ----------------------------------------------------------------------------------------------------------------
+# Rounds ---------------------------------------------------------------------------------------------------------------
 
 
-def work(device, *laps_of_turn):
-    """A contender whose laps take what the list of this turn says."""
+def work(device, *laps_of_round):
+    """A contender whose laps take what the list of this round says."""
 
-    def contend(turn, lap):
-        first, *others = laps_of_turn[turn % len(laps_of_turn)]
+    def contend(number, lap):
+        first, *others = laps_of_round[number % len(laps_of_round)]
         device.now += first
         for duration in others:
             lap()
@@ -60,7 +60,7 @@ def work(device, *laps_of_turn):
 def test_medians_and_quartiles_are_of_the_rounds_after_the_warm_up():
     device = PretendedDevice()
     rounds = [(100.0, 100.0)] * WARM_UP + [(1.0, 2.0), (1.0, 6.0), (3.0, 2.0), (1.0, 3.0), (5.0, 4.0)]
-    taken = take_turns({"two laps": work(device, *rounds), "one": work(device, (7.0,))}, 5, device)
+    taken = interleave({"two laps": work(device, *rounds), "one": work(device, (7.0,))}, 5, device)
     assert taken["one"] == Samples(((7.0,),) * 5)
     both = taken["two laps"]
     assert both.totals == [3.0, 7.0, 5.0, 4.0, 9.0]
@@ -71,11 +71,11 @@ def test_medians_and_quartiles_are_of_the_rounds_after_the_warm_up():
 
 def test_every_round_begins_with_another_contender():
     device, seen = PretendedDevice(), []
-    contenders = {name: lambda turn, lap, name=name: seen.append((turn, name)) for name in "abc"}
-    take_turns(contenders, 2, device)
+    contenders = {name: lambda number, lap, name=name: seen.append((number, name)) for name in "abc"}
+    interleave(contenders, 2, device)
     assert "".join(name for _, name in seen[1::2]) == "abcbcacababc"
-    assert [turn for turn, _ in seen[1::2]] == [turn for turn in range(WARM_UP + 2) for _ in "abc"]
-    assert seen[::2] == [(turn + 1, name) for turn, name in seen[1::2]]  # each one's run-up, on other inputs
+    assert [number for number, _ in seen[1::2]] == [number for number in range(WARM_UP + 2) for _ in "abc"]
+    assert seen[::2] == [(number + 1, name) for number, name in seen[1::2]]  # each one's run-up, on other inputs
 
 
 class Queue:
@@ -102,8 +102,8 @@ class Queue:
 def test_nobody_inherits_a_lead_of_the_host(order):
     queue = Queue()
     costs = {"long": (1.0, 100.0), "short": (4.0, 0.5)}  # of the host and of the device
-    contenders = {name: lambda turn, lap, name=name: queue.launch(*costs[name]) for name in order}
-    taken = take_turns(contenders, 3, queue)
+    contenders = {name: lambda number, lap, name=name: queue.launch(*costs[name]) for name in order}
+    taken = interleave(contenders, 3, queue)
     assert taken["long"].median == 100.0 and taken["short"].median == 4.0
 
 
@@ -341,7 +341,7 @@ def test_a_dropped_row_shows_in_its_row_alone(large):
     assert error.whole <= accuracy.BOUND < accuracy.ROW_BOUND < error.row
 
 
-def test_the_reference_does_not_depend_on_its_pieces(large, monkeypatch):
+def test_the_reference_does_not_depend_on_its_chunks(large, monkeypatch):
     parameters, tokens = large
     layer = baselines.build("gather_sum", parameters)
     whole = accuracy.worst_error(layer, parameters, *tokens)

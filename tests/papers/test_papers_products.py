@@ -118,7 +118,7 @@ def test_the_eighteen_problems_are_table_3s():
 
 
 @pytest.mark.parametrize("model", block_products.MICRO_BATCHES)
-def test_no_operand_is_in_the_cache_when_its_turn_comes(model):
+def test_no_operand_is_in_the_cache_when_it_is_used_again(model):
     def moved(E):
         c = block_products.local_layer(model, E)
         return 2 * (c.R * c.d + c.R * c.h + c.E * c.d * c.h)  # bytes of any one of the six

@@ -854,7 +854,7 @@ def test_an_addition_of_numba_that_is_not_atomic_is_found(monkeypatch):
     assert check_kernel(adding_kernel, "dispatch.expert_lengths", cases=[CASE]).ok
     monkeypatch.setitem(globals(), "ADD", plain_add)
     problem = problem_of(adding_kernel, "dispatch.expert_lengths").problem
-    assert "depends on the order of threads (taking turns at every write): lengths[0] is" in problem
+    assert "depends on the order of threads (alternating at every write): lengths[0] is" in problem
 
 
 # ---- the report, and the command ------------------------------------------------------------------

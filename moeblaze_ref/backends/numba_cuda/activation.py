@@ -129,5 +129,5 @@ def act_kernel(activation):
 
 @implements(stage_contracts.ACT, ARRAYS)
 def act(a, activation):
-    """As a tensor of its own: the expert kernels never need it."""
+    """Return act(a) as a tensor of its own, which the expert kernels never need."""
     return per_element(act_kernel(activation), a, a.shape, a)

@@ -304,8 +304,8 @@ def write_indices(dense_map, location_map, topk_experts):
 
 @implements(stage_contracts.BUILD_IN_KERNELS, ARRAYS)
 def build(topk_experts, num_experts) -> Dispatch:
-    """By the three steps of section 4.2. numpy arrays for numpy input and for L = 0; otherwise CuPy arrays, the
-    token_expert_indices being a view of ``topk_experts``.
+    """Build by the three steps of section 4.2. Returns numpy arrays for numpy input and for L = 0; otherwise CuPy
+    arrays, the token_expert_indices being a view of ``topk_experts``.
     """
     num_tokens, k = topk_experts.shape
     if num_tokens == 0:

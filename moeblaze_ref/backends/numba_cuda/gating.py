@@ -216,7 +216,7 @@ def router_z_terms_kernel(logits, terms):
 
 @cuda.jit(device=True)
 def exponentials_of_chosen(logits, topk_experts, token):
-    """As `exponentials`, over the chosen experts alone."""
+    """The peak of the chosen experts' logits, and the sum of their exponentials, as in `exponentials`."""
     peak = -INFINITY
     for j in range(topk_experts.shape[1]):
         peak = max(peak, logits[token, topk_experts[token, j]])

@@ -160,7 +160,7 @@ _poisoning = ContextVar("poisoning", default=False)
 
 @contextlib.contextmanager
 def poisoned_outputs():
-    """Within it, every output starts as POISON or NaN, so that an element no kernel wrote is seen."""
+    """Context in which every output starts as POISON or NaN, so that an element no kernel wrote is seen."""
     token = _poisoning.set(True)
     try:
         yield

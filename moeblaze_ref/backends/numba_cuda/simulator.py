@@ -19,7 +19,7 @@ from numba.cuda.types.abstract import Type
 
 from moeblaze_ref.runtime.poison import poison
 
-NATURAL, REVERSE, TURNS = range(3)  # the orders of a block's threads; in the last they take turns at every write
+NATURAL, REVERSE, TURNS = range(3)  # the orders of a block's threads; in the last they alternate at every write
 ATTRIBUTES = ("shape", "size", "ndim", "dtype", "strides", "itemsize", "nbytes")  # what a kernel may ask of an array
 _WHOLE = (int, np.integer)
 _ATOMICS = tuple(lock for lock in vars(kernelapi).values() if isinstance(lock, type(threading.Lock())))
@@ -174,7 +174,7 @@ class _Turn(BlockThread):
         self._stop()
 
     def pause(self):
-        """Before a write: let the others read what it is about to change, unless it is part of an atomic operation."""
+        """Let the others read what a write is about to change, unless it is part of an atomic operation."""
         if self.often and not any(lock.locked() for lock in _ATOMICS):
             self._stop()
 

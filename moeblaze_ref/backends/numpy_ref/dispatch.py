@@ -99,7 +99,7 @@ def write_indices(dense_map, location_map, topk_experts):
 
 @implements(stage_contracts.BUILD, ARRAYS)
 def build(topk_experts, num_experts) -> Dispatch:
-    """By the paper's three steps."""
+    """Build the structures by the paper's three steps."""
     routed = dense_map.unchecked(topk_experts, num_experts)  # (L, E)
     offsets = expert_offsets.unchecked(expert_lengths.unchecked(routed))  # (E + 1,)
     expert_token_indices, token_index_map = route_indices.unchecked(routed, offsets, topk_experts)  # (R,), (R,)
@@ -120,7 +120,7 @@ def build_by_sort(topk_experts, num_experts) -> Dispatch:
 
 @implements(stage_contracts.BUILD_PART, ARRAYS)
 def build_part(topk_experts, num_experts, num_routed) -> Dispatch:
-    """By a stable sort."""
+    """Build the structures by a stable sort."""
     chosen = topk_experts.flatten()  # (L * k,)
     order = np.argsort(chosen, kind="stable")[chosen.size - num_routed :]  # (R,) slots in expert order: EMPTY is first
     positions = np.full(chosen.size, EMPTY, np.int32)  # (L * k,)

@@ -10,7 +10,7 @@ from moeblaze_ref.runtime import Executor, executor_for
 
 @implements(stage_contracts.ACT, gemm.ARRAYS)
 def act(a: Array, activation: str, executor: Executor | None = None) -> Array:
-    """As a tensor of its own: the expert kernels never need it."""
+    """Return act(a) as a tensor of its own, which the expert kernels never need."""
     executor, dtype = executor or executor_for(a), dtype_of(a)
     act_a = executor.empty(a.shape, dtype)  # (R, h)
     if elements := size_of(a):

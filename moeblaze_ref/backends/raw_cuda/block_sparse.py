@@ -67,8 +67,8 @@ def pad(
 def build_topology(
     bins: PaddedBins, h: int, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Topology:
-    """It raises ValueError if there are more block columns than the version's `dds` takes, ``MAX_COLUMN_TILES`` tiles
-    in 2_tiled and 3_mma. A layer would find out in its backward.
+    """Raise ValueError if there are more block columns than the version's `dds` takes, ``MAX_COLUMN_TILES`` tiles in
+    2_tiled and 3_mma. A layer would find out in its backward.
     """
     checks.check_name("version of block_sparse", version, VERSIONS)
     _check_columns(bins.E * (h // bins.block), bins.block, version)
@@ -278,7 +278,7 @@ def dds(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """It raises as `build_topology` does if there are too many block columns."""
+    """Raise ValueError, as `build_topology` does, if there are too many block columns."""
     (M, N), K = topology.shape, lhs.shape[1 if transpose_lhs else 0]
     _check_columns(N // topology.block, topology.block, version)
     _check_lines(topology, version)

@@ -54,7 +54,7 @@ class MmaTile:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return self.rows // self.warp_rows * (self.columns // self.warp_columns) * WARP
 
     @property
@@ -63,7 +63,7 @@ class MmaTile:
         return self.stages * self.depth * (self.rows + self.columns) * 2
 
     def constants(self, itemsize: int) -> dict[str, int]:
-        """For the preprocessor; elements have ``itemsize`` bytes."""
+        """Constants for the preprocessor; elements have ``itemsize`` bytes."""
         return {
             "TILE_ROWS": self.rows,
             "TILE_COLUMNS": self.columns,
@@ -103,7 +103,7 @@ class HopperTile:
     band: int = 8
 
     def constants(self, itemsize: int) -> dict[str, int]:
-        """For the preprocessor."""
+        """Constants for the preprocessor."""
         return {"BAND": self.band}
 
 
@@ -135,7 +135,7 @@ class WarpgroupTile:
         return 1024 + self.stages * (self.depth * (self.rows + self.columns) * 2 + self.stage_barriers * 8)
 
     def constants(self, itemsize: int) -> dict[str, int]:
-        """For the preprocessor."""
+        """Constants for the preprocessor."""
         return {
             "TILE_ROWS": self.rows,
             "TILE_COLUMNS": self.columns,
@@ -169,7 +169,7 @@ _trial: ContextVar[Tile | None] = ContextVar("trial", default=None)
 
 @contextmanager
 def trying(tile: Tile) -> Iterator[None]:
-    """Within it every kernel whose version has a choice of tiles is compiled for this one."""
+    """Context in which every kernel whose version has a choice of tiles is compiled for this one."""
     token = _trial.set(tile)
     try:
         yield
@@ -208,7 +208,7 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
 
 
 def shape_class(rows: int, num_experts: int, d: int, h: int) -> tuple[str, str]:
-    """Of a layer: one of ``GROUPS`` and one of ``WEIGHTS``."""
+    """Return the class of a layer's shape: one of ``GROUPS`` and one of ``WEIGHTS``."""
     return GROUPS[rows >= LONG_GROUP * num_experts], WEIGHTS[d * h >= LARGE_WEIGHT]
 
 

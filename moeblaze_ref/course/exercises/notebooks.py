@@ -53,18 +53,18 @@ CHECK = f"""\
 - **Fill the hole, find the bug**: run the cell `edit("NAME")`, change the kernel in the editor, and press Run. The
   comment `Your part` marks a hole. A bug is not marked.
 - **The check** is that of `moeblaze check --kernel`. It needs no GPU. It runs the kernel on small hard cases in a
-  process of its own, with several orders of the threads. Outputs start as poison, and every access is checked and
+  subprocess, with several orders of the threads. Outputs start as poison, and every access is checked and
   counted. The first check is the slowest, because it loads the checker. A check ends after {LIMIT_SECONDS} seconds.
 - **Numba** kernels run in Numba's simulator. It accepts some Python that a GPU refuses, such as numpy's functions: do
   not use it. The simulator has no functions of a warp.
 - **Names**: `THREADS` is the number of threads of a block. `EMPTY` is -1, in place of an index that does not exist.
   `ZERO` is 0 in float32. `DYNAMIC_SHARED(type, name)` declares the block's dynamic shared memory as an array. New to
   CUDA? Read [one page](../../docs/cuda.md).
-- **Budget**: the most that all threads together may ask of memory. `read` and `written` are bytes, `sectors` are units
-  of 32 bytes, and `conflicts` are extra passes over the banks of shared memory. Neighbours are multiplied: `4 R h` is
-  `4 * R * h`.
-- **Division of the work**: the checker refuses a right kernel in which one thread does the work of many. `accesses` is
-  the number of accesses to global and shared memory of the thread that makes the most. `barriers` is the number of
+- **Budget**: the most that all threads together may request from memory. `read` and `written` are bytes, `sectors` are
+  units of 32 bytes, and `conflicts` are extra passes over the banks of shared memory. Symbols next to each other are
+  multiplied: `4 R h` is `4 * R * h`.
+- **Division of the work**: the checker refuses a correct kernel in which one thread does the work of many. `accesses`
+  is the number of accesses to global and shared memory of the thread that makes the most. `barriers` is the number of
   barriers that a block passes. `threads` is the number of threads that write to memory. Some budgets name a
   means: `exchanges` between the lanes of a warp, `waits` at mbarriers, bytes `copied` by `cp.async`."""
 TORCH = (
@@ -83,7 +83,7 @@ CAPSTONE = (
 ASK = """\
 - **Difficulty**: 1 is one line that follows from the question, 2 needs an idea, and 3 needs several ideas at once.
 - **Help**: a wrong answer raises an error that names the first wrong number or element. `hint()` shows the next hint.
-  From the second wrong answer on, the error has it too. `solution()` shows the solution. Both are about the exercise
+  From the second wrong answer on, the error shows it too. `solution()` shows the solution. Both are about the exercise
   that you tried last, or about the one that you name: `hint("NAME")`."""
 
 EDIT = """\
@@ -103,22 +103,22 @@ def exercise_notebook(sheet: Sheet) -> NotebookNode:
         WithKernel: EDIT,
     }
     how = "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
-    return _notebook(sheet, "Exercises", how, solved=False)
+    return _notebook(sheet, "Exercises", "These exercises check what you learnt in", how, solved=False)
 
 
 def solution_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet solved, with what each exercise shows."""
-    other = f"Try them first: [{sheet.title}](../exercises/{sheet.course}.ipynb)."
-    return _notebook(sheet, "Solutions", other, solved=True)
+    other = f"Try the exercises first: [{sheet.title}](../exercises/{sheet.course}.ipynb)."
+    return _notebook(sheet, "Solutions", "These solutions belong to the exercises of", other, solved=True)
 
 
 def _has(sheet: Sheet, kind: Any) -> bool:
     return any(isinstance(exercise, kind) for exercise in sheet.exercises)
 
 
-def _notebook(sheet: Sheet, what: str, how: str, solved: bool) -> NotebookNode:
+def _notebook(sheet: Sheet, what: str, purpose: str, how: str, solved: bool) -> NotebookNode:
     cells = [
-        new_markdown_cell("\n\n".join([*_head(sheet, what), how]), id="title"),
+        new_markdown_cell("\n\n".join([*_head(sheet, what, purpose), how]), id="title"),
         new_code_cell(SETUP_TO_CONSTRUCT if _has(sheet, Construction) else SETUP, id="setup"),
     ]
     for place, exercise in enumerate(sheet.exercises, start=1):
@@ -132,11 +132,11 @@ def _notebook(sheet: Sheet, what: str, how: str, solved: bool) -> NotebookNode:
     return new_notebook(cells=cells, metadata=METADATA, nbformat_minor=5)
 
 
-def _head(sheet: Sheet, what: str) -> tuple[str, str]:
-    """The title, and what the sheet belongs to."""
+def _head(sheet: Sheet, what: str, purpose: str) -> tuple[str, str]:
+    """Return the title, and a sentence that says what the sheet is for."""
     if sheet.number is None:
         return f"# {what}: {sheet.title}", sheet.readers
-    course = f"Of notebook [{sheet.course[:2]}, {sheet.title}](../{sheet.course}.ipynb)."
+    course = f"{purpose} notebook [{sheet.course[:2]}, {sheet.title}](../{sheet.course}.ipynb)."
     return f"# {what} {sheet.number}. {sheet.title}", course
 
 
@@ -153,7 +153,7 @@ def _question(place: int, exercise: Exercise) -> Iterator[str]:
         ]
         yield "  \n".join([_task(exercise), _launch(exercise.kernel), *limits])
         if used := helpers(exercise.solution):
-            summary = "What it uses of the project's headers"
+            summary = "Code that this kernel uses from the project's headers"
             yield f"<details><summary>{summary}</summary>\n\n```c++\n{used}\n```\n\n</details>"
 
 

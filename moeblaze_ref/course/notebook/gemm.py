@@ -60,7 +60,7 @@ def edited(file: str, text: str, edits: Mapping[str, str]) -> str:
 
 
 class EditedRecorder(EditedExecutor, RecordingExecutor):
-    """Both: what the threads of a changed kernel do is kept; takes the options of either."""
+    """Records what the threads of a changed kernel do; takes the options of both classes."""
 
 
 def record_up(

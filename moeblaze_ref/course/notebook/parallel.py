@@ -43,7 +43,7 @@ class Lesson(NamedTuple):
         return {"d": self.d, "h": self.h, "E": self.placement.E, "k": self.k}
 
     def layer(self) -> MoELayer:
-        """With all experts, the same at every call."""
+        """Return the layer with all experts, the same at every call."""
         torch.manual_seed(0)
         return MoELayer(**self.sizes)
 
@@ -213,7 +213,7 @@ class Traffic(NamedTuple):
 
     @classmethod
     def of(cls, topk_experts: np.ndarray, owners: np.ndarray, num_ranks: int) -> "Traffic":
-        """From topk_experts (L, k) and owners (E,); token i is on rank i modulo the number of ranks."""
+        """Count the traffic of topk_experts (L, k) and owners (E,); token i is on rank i modulo the number of ranks."""
         copies = ranks_of(topk_experts.astype(np.int64), owners)
         own = np.arange(len(copies))[:, None] % num_ranks
         travelled = copies[(copies != EMPTY) & (copies != own)]
@@ -221,7 +221,7 @@ class Traffic(NamedTuple):
 
 
 def traffic_picture(trace: RoutingTrace, placements: Mapping[str, Placement]) -> Figure:
-    """For maps by name: of the fullest rank, its choices and its rows that came over links, over an even share of all.
+    """Draw the fullest rank of each named map: its choices and its rows that came over links, over an even share.
 
     Every point is a layer; a line is the mean over the layers.
     """

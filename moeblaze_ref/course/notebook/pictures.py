@@ -138,7 +138,7 @@ def _laid_out(figure: Figure) -> Iterator[Bbox]:
 
 
 def prepare_pictures() -> None:
-    """From now on, figures are on `PAPER`, and those that IPython shows as PNG carry their `alt_text`.
+    """Draw figures on `PAPER` from now on; those that IPython shows as PNG carry their `alt_text`.
 
     Outside of IPython nothing happens.
 

@@ -413,7 +413,7 @@ def budget_picture(name: str, layers: int) -> Figure:
     """A token's modelled time in a layer, against the bytes that a stack of such layers has for activations.
 
     The layer is a preset's, but for its L: every policy runs with the largest that fits, and a larger batch is run in
-    pieces of that size, as gradient accumulation does. Small pieces are slow since the weights are read again for each.
+    microbatches of that size, as gradient accumulation does. Small ones are slow: each reads the weights again.
     """
     config = preset(name).config
     figure, axes = panels(9, 4.2)

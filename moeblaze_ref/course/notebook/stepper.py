@@ -29,7 +29,7 @@ from moeblaze_ref.runtime.record import (
 from moeblaze_ref.runtime.simt.symbols import Frame
 from moeblaze_ref.verify.cases import random_topk
 
-COLORS = (SKY, YELLOW, ORANGE, GREEN)  # by turns, under black numbers; neighbours differ in grey too
+COLORS = (SKY, YELLOW, ORANGE, GREEN)  # used alternately, under black numbers; neighbours differ in grey too
 SHOWN_LINES = 13  # of the source, the current one in their middle
 SHOWN_CHARACTERS = 128  # of a line
 SHOWN_ROWS = 32  # of memory, 128 bytes each
@@ -65,7 +65,7 @@ class Stepper:
         self._steps = functools.cache(lambda warp: record.steps(*self.warps[warp]))
 
     def controls(self) -> dict[str, Widget]:
-        """For `explore`: which warp, and which of its steps; beside them stands a button that plays the steps."""
+        """Controls for `explore`: the warp, its step, and a button that plays the steps."""
         warp = Dropdown(options=list(self.warps))
         step = IntSlider(value=1, min=1, max=len(self._steps(warp.value)))
         warp.observe(lambda change: setattr(step, "max", len(self._steps(change.new))), "value")
@@ -186,7 +186,7 @@ def _panel(axes: Axes, height: float, title: str):
 
 
 def _cells(axes: Axes, places: list[tuple[float, float]], colors: list[str] | str, **look):
-    """Cells at their upper left corners, in one piece: each by itself would be drawn a hundred times as slowly."""
+    """Cells at their upper left corners, as one collection: each by itself would be drawn a hundred times as slowly."""
     cells = PatchCollection([Rectangle(place, 1, 1) for place in places], facecolor=colors, **look)
     cells.set(edgecolor=GREY, linewidth=0.5, in_layout=False)
     axes.add_collection(cells)
@@ -287,7 +287,7 @@ def _memory_title(step):
 
 
 def _draw_columns(axes, step, rows):
-    """Above the rows: the banks, those in conflict marked; or bytes from the row's start, and lines between sectors."""
+    """Draw the banks above the rows, conflicts marked; or bytes from the row's start, and lines between sectors."""
     if step.region.space != "shared":
         for column in range(0, LINE_WORDS, SECTOR_BYTES // WORD_BYTES):
             _text(axes, column + 0.15, 0, f"byte +{column * WORD_BYTES}", ha="left")

@@ -142,7 +142,7 @@ def measured(kind: str) -> tuple[Markdown | Figure, ...]:
 
 
 class _Scaled(MoELayer):
-    """Its output is off by a ten-thousandth."""
+    """A planted fault: the output is off by a ten-thousandth."""
 
     def _run(self, x, weights, topk_experts):
         result = super()._run(x, weights, topk_experts)

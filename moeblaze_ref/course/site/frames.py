@@ -129,7 +129,7 @@ class Shell(InteractiveShell):
     """IPython without a terminal and without a window."""
 
     def enable_gui(self, gui: str | None = None) -> None:
-        """There is none: pictures are inline."""
+        """Do nothing: pictures are inline."""
 
 
 def draw(path: Path, folder: Path) -> None:

@@ -96,7 +96,7 @@ def _link(path: Path) -> str:
 
 
 def _rounded(seconds: float) -> str:
-    """To whole seconds below a minute, to tens above."""
+    """Round to whole seconds below a minute, and to tens above."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(10 * round(seconds / 10), 60)

@@ -108,7 +108,7 @@ def _add_text(slides: list[Slide], source: str) -> None:
 
 
 def _sentences(paragraph: str) -> list[str]:
-    """Its sentences; all of it where code is not closed."""
+    """The sentences of a paragraph, or the whole paragraph if its code is not closed."""
     return _SENTENCE.findall(paragraph) or [paragraph]
 
 

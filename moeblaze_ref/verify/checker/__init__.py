@@ -37,7 +37,7 @@ __all__ = ["CONTRACTS", "QUANTITIES", "Exam", "Report", "Wrong", "check_kernel",
 
 
 def check_kernel(kernel: Any, task: str, **options: Any) -> Report:
-    """As `examine`, of a kernel that must be right: raise if it is wrong.
+    """Check a kernel as `examine` does, and raise if it is wrong.
 
     Raises
     ------

@@ -106,7 +106,7 @@ class Problem:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Those of the contract's ``known_sizes``, by name."""
+        """The sizes of the contract's ``known_sizes``, by name."""
         _, d, h = self.case.weights.w1.shape
         sizes = dict(zip(SIZES, (self.case.L, d, h, self.case.E, self.case.k, self.dispatch.R), strict=True))
         return sizes | (_block_sizes(self.bins, h) if self.bins else {})

@@ -90,7 +90,7 @@ class CudaKernel:
         return f"{self.name} in {self.file}"
 
     def open(self) -> "CudaKernel":
-        """Itself: nothing of it runs before a launch."""
+        """Return the kernel itself: nothing of it runs before a launch."""
         return self
 
     def constants(self, dtype: str, terms: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class CudaKernel:
         return own | {name: int(value) for name, value in constants.items() if str(value).isdigit()}
 
     def stated(self) -> dict[str, str]:
-        """Its row in the header's table.
+        """The kernel's row in the header's table.
 
         Raises
         ------
@@ -225,7 +225,7 @@ class NumbaKernel:
         return self.kernel.py_func.__name__
 
     def open(self) -> "NumbaKernel":
-        """Itself: it is imported."""
+        """Return the kernel itself: it is imported already."""
         return self
 
     def constants(self, dtype: str, terms: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def _line_of(error: Exception, function: Callable) -> str:
 
 
 _SEEDS = ("their natural order", "seed 1", "seed 2", "seed 3")
-_TURNS = ("their natural order", "their reverse order", "taking turns at every write")
+_TURNS = ("their natural order", "their reverse order", "alternating at every write")
 _RUNS = ("the first run", "the second run")
 _BY_ORDER, _BY_RUN = "depends on the order of threads", "differs between runs on the same input"
 RUNNERS = {

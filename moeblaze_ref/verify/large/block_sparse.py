@@ -99,7 +99,7 @@ def _of_matrix(version: str, *place: slice) -> tuple[slice, ...]:
 
 
 def _product(version: str, kernel: str, given: dict, expected: dict, call, rows: int, columns: int) -> Case:
-    """Of 7_persistent the last block is that of the last of (rows, columns) tiles."""
+    """A case of the last block; in 7_persistent that is the block of the last of (rows, columns) tiles."""
     blocks: Callable[[Size], list[Size]] = last_block
     if version == gemm.HOPPER:
         blocks = lambda _: [(number_in_bands(rows - 1, columns - 1, rows, columns), 0, 0)]
@@ -226,7 +226,7 @@ def _between(kernel: str, inputs: dict, outputs: dict, function) -> Case:
 
 
 def _lines(*names: str) -> dict[str, np.ndarray]:
-    """As many lines of each as a block of threads has, which moves four elements a thread."""
+    """Values for the named arrays: as many lines as a block of threads moves, four elements a thread."""
     count = 4 * gemm.THREADS // B
     return {name: values(count, B, seed=seed) for seed, name in enumerate(names)}
 

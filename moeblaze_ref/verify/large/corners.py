@@ -22,7 +22,7 @@ from moeblaze_ref.verify.large.layout import Layout, number_in_bands
 
 # A row of this many columns, and the rows of a tile of 7_persistent: more than 2**31 elements.
 HOPPER_WIDE = {"d_w": 16_909_440, "d_w3": 16_909_440, "d_hidden": 143_200_000}
-MOST_BLOCKS = 512  # that share out the tiles of a weight gradient
+MOST_BLOCKS = 512  # of a launch that computes a weight gradient
 TALLEST = tiles.MmaTile(rows=256, columns=256)
 
 

@@ -34,20 +34,20 @@ SHEETS = (
         "papers_errors",
         "Find the papers' errors",
         papers_errors.EXERCISES,
-        "For readers of the [paper map](../../docs/paper_map.md).",
+        "These exercises are for readers of the [paper map](../../docs/paper_map.md).",
     ),
     Sheet(
         "torch_projects",
         "Write it in torch",
         torch_projects.EXERCISES,
-        "For readers of notebooks [0](../00_memory_wall.ipynb), [4](../04_backward_by_hand.ipynb) and "
-        "[5](../05_smart_checkpoint.ipynb).",
+        "These exercises are for readers of notebooks [0](../00_memory_wall.ipynb), [4](../04_backward_by_hand.ipynb) "
+        "and [5](../05_smart_checkpoint.ipynb).",
     ),
     Sheet(
         "capstone",
         "The capstone",
         capstone.EXERCISES,
-        "For readers of notebook [3](../03_gather_gemm_swiglu.ipynb) who have solved "
+        "This exercise is for readers of notebook [3](../03_gather_gemm_swiglu.ipynb) who have solved "
         "[its sheet](03_gather_gemm_swiglu.ipynb).",
     ),
 )

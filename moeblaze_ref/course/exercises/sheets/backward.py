@@ -237,7 +237,7 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         hints=(
             "Python's `range` takes a first number, an end and a step.",
-            "Of an element, the slot is `element // d`. Of a slot, the token is `slot // k`, and `j` is `slot % k`.",
+            "The slot of an element is `element // d`. The token of a slot is `slot // k`, and `j` is `slot % k`.",
         ),
         why="""A launch with fixed blocks fits every size, and a block that stays can keep something for its next
             element. Neighbouring threads still have neighbouring elements. The persistent kernels of notebook 06 are
@@ -273,7 +273,7 @@ EXERCISES: tuple[Exercise, ...] = (
         difficulty=2,
         kind="cuda",
         question="""The kernel of the gate's gradient above has a thread for each slot. Its 32 lanes read from 32 rows
-            at once, which are 32 sectors. Here a warp has a slot. Compute `<left, right>` such that neighbouring lanes
+            at once, which are 32 sectors. Here a warp has a slot. Compute `<left, right>` so that neighbouring lanes
             read neighbouring elements.""",
         task="combine.d_gates",
         kernel=Kernel("d_gates", WARP_A_ROW, grid="ceil(32 R / THREADS)"),
@@ -303,7 +303,7 @@ EXERCISES: tuple[Exercise, ...] = (
         question="""Lane `l` needs row `l` of `w3_rows`. Reading along it, the lanes would read `4 * d` bytes apart. So
             the warp takes 32 columns of `w3_rows` at a time through shared memory. It copies each of the `rows` rows
             with neighbouring lanes. Then lane `l` reads row `l` of the tile, and adds its products with `d_out_row` to
-            `d_y`. The array `tile` has 33 * 32 floats: choose where a row begins, such that no two lanes read the same
+            `d_y`. The array `tile` has 33 * 32 floats: choose where each row begins, so that no two lanes read the same
             bank.""",
         task="expert_down.d_hidden",
         kernel=Kernel("d_hidden", PADDED_TILE, grid="R, ceil(h / 32)", block="32"),

@@ -97,7 +97,7 @@ def _kernel(side: int, corner: int, product: str) -> str:
 
 
 def cases() -> list[Case]:
-    """Small ones, and one in which an expert has more rows, and a row more columns, than two tiles of 128."""
+    """Small cases, and one in which an expert has more rows, and a row more columns, than two tiles of 128."""
     few = [case for case in standard_cases() if case.L <= 13]
     return [*few, *telling_cases(), make_case(260, 24, 264, 2, 1, "hot", "several tiles")]
 

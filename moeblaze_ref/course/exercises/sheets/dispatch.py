@@ -268,11 +268,12 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         hints=(
             "Neighbouring threads must read neighbouring entries in the same turn of the loop.",
-            """Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: at each turn a warp reads 32
+            """Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: in each round a warp reads 32
             neighbours, 128 bytes in four sectors.""",
         ),
-        why="""The kernel asks for the same bytes, but in fewer sectors, because a warp reads neighbouring words. But
-            one block keeps one multiprocessor busy; the project's second version makes the map smaller instead.""",
+        why="""The kernel asks for the same bytes, but in fewer sectors, because a warp reads neighbouring words.
+            However, one block uses only one multiprocessor. The project's second version makes the map smaller
+            instead.""",
     ),
     KernelExercise(
         name="prefix-rounds",
@@ -366,7 +367,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "All lanes must vote, also those without a token.",
             "The lower lanes of lane `l` are the bits of `(1u << l) - 1`. Mask the votes with them, and count.",
         ),
-        why="""Of a yes or no, one instruction makes the prefix sum of a whole warp. The kernel has no barrier, and a
+        why="""One vote and one count give each lane its prefix sum over the warp. The kernel has no barrier, and a
             warp that is done does not wait for the others.""",
     ),
 )

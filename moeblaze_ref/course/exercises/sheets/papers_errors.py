@@ -296,8 +296,8 @@ EXERCISES: tuple[Exercise, ...] = (
         title="MoETuner, equation 8: sums inside the maximum",
         difficulty=3,
         question="""The second program places clusters on GPUs. It is meant to minimise the time of the *slowest* pair
-            of GPUs. As printed, the sums over clusters and GPUs stand inside the maximum, and no index is left to take
-            it over. So the value is the *sum* over all pairs.
+            of GPUs. As printed, the sums over clusters and GPUs stand inside the maximum, and leave it no index to run
+            over. So the value is the *sum* over all pairs.
 
             `flow[c1][c2]` tokens go from cluster `c1` in one layer to cluster `c2` in the next. Cluster `c1` is on GPU
             `c1`, and a token that changes the GPU costs 1. `in_order` puts cluster `c2` on GPU `c2`: 8 tokens move, 3

@@ -204,9 +204,9 @@ EXERCISES: tuple[Exercise, ...] = (
         difficulty=2,
         kind="cuda",
         question="""A warp has a token, and each lane has found the best of its own experts. Find the best of all lanes,
-            such that every lane gets it. Use no shared memory and no barrier: `__shfl_xor_sync(FULL_WARP, value, step)`
-            gives a lane the `value` of the lane whose number differs in the bit `step`. Of equal logits the lower
-            expert is better.""",
+            so that every lane gets it. Use no shared memory and no barrier: `__shfl_xor_sync(FULL_WARP, value, step)`
+            gives a lane the `value` of the lane whose number differs in the bit `step`. If two logits are equal, the
+            lower expert is better.""",
         task="gating",
         kernel=Kernel("softmax_top_k", BUTTERFLY, grid="ceil(32 L / THREADS)"),
         change=(

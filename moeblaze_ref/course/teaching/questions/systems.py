@@ -162,8 +162,8 @@ QUESTIONS: tuple[Question, ...] = (
         name="ranks-of-a-token",
         notebook=PARALLEL,
         heading="How often does a row travel?",
-        ask="A token chooses 2 of 8 experts by chance, and each of two ranks has four of them. How many ranks does "
-        "its row go to in the mean, its own rank counted?",
+        ask="A token chooses 2 of 8 experts at random, and each of two ranks has four of them. How many ranks does "
+        "its row go to on average, its own rank counted?",
         unit="ranks",
         compute=_ranks,
         computed_by="moeblaze_ref.course.notebook.parallel.copies_by_chance",
