@@ -55,8 +55,8 @@ def check(
         list[str] | None,
         kernel_option(
             help="A limit, such as 'read of x <= 4 R d' or 'threads >= R h'; repeatable. It limits read, written, "
-            "sectors or conflicts, how threads divide the work (accesses, barriers, threads), or by which means they do "
-            "it (exchanges, waits, copied)."
+            "sectors or conflicts, how threads divide the work (accesses, barriers, threads), or their means "
+            "(exchanges, waits, copied)."
         ),
     ] = None,
     activation: Annotated[str | None, kernel_option(help="Activation of the cases; swiglu by default.")] = None,
