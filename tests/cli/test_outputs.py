@@ -430,7 +430,7 @@ def test_a_file_of_its_own_is_replaced_and_an_empty_one_filled(command):
         assert command.target.stat().st_size > 0
 
 
-OUTPUTS = {"record", "out", "plots", "plot"}
+OUTPUTS = {"record", "out", "plots"}
 
 
 def options_of_commands():

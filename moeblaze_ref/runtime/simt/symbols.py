@@ -50,7 +50,7 @@ def frames(built: ctypes.CDLL, returns: Iterable[int]) -> dict[int, tuple[Frame,
 
 
 def _frames(told: list[str]) -> tuple[Frame, ...]:
-    """Those of one call: a line for the function, then one for its place."""
+    """Return the frames of one call, each told in two lines: the function, then its place."""
     return tuple(_frame(*pair) for pair in zip(told[::2], told[1::2], strict=True))
 
 
