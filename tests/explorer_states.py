@@ -21,7 +21,7 @@ def _kept(picture, beside=False, **widgets):
     _explorers.append((picture, widgets))
 
     def noted(**values):
-        _drawing.append((number, _control_texts(number)))
+        _drawing[:] = [(number, _control_texts(number))]  # in place of a picture that failed
         return picture(**values)
 
     return _explore(noted, beside, **widgets)

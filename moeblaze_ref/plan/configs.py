@@ -61,6 +61,12 @@ class Fields:
         """Whether the field is there and not null."""
         return self._fields.get(name) is not None
 
+    def only(self, **counted: Any) -> None:
+        """Refuse a field with another value than the one whose tensors are counted; a missing field has that value."""
+        for name, value in counted.items():
+            if self._fields.get(name, value) != value:
+                raise ValueError(f"{self.where}: {name} is {self._fields[name]!r}, but only {value!r} is counted")
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self._get(name, default)
@@ -123,6 +129,7 @@ def _model(config: Fields, name: str, rotary: Part, layers: list[tuple[Part, ...
 
 
 def _mixtral(config: Fields, name: str) -> Model:
+    config.only(sliding_window=None)
     d = config.size("hidden_size")
     width, norm = _width(config, d), Norm(d)
     E, k = _choice(config, "num_local_experts")
@@ -133,6 +140,7 @@ def _mixtral(config: Fields, name: str) -> Model:
 
 
 def _qwen3(config: Fields, name: str) -> Model:
+    config.only(decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False)
     d, count = config.size("hidden_size"), config.size("num_hidden_layers")
     width, norm = _width(config, d), Norm(d)
     heads, kv_heads = _heads(config)
@@ -159,6 +167,7 @@ def _olmoe(config: Fields, name: str) -> Model:
 
 
 def _latent_attention(config: Fields, d: int) -> LatentAttention:
+    config.only(attention_bias=False)
     heads, kv_heads = _heads(config)
     if kv_heads != heads:
         raise ValueError(
@@ -193,6 +202,7 @@ def _first_dense(config: Fields, d: int, attention: Part, moe: tuple[Part, ...])
 
 
 def _deepseek_v2(config: Fields, name: str) -> Model:
+    config.only(mlp_bias=False)
     d = config.size("hidden_size")
     config.name("topk_method", ("greedy",), "greedy")
     E, k = _choice(config, "n_routed_experts")
@@ -233,6 +243,7 @@ def _glm4(config: Fields, name: str) -> Model:
 
 
 def _gpt_oss(config: Fields, name: str) -> Model:
+    config.only(attention_bias=True)
     d = config.size("hidden_size")
     width, norm = _width(config, d), Norm(d, scaled_in_float32=True)
     attention = SinkAttention(d, *_heads(config), width)
@@ -298,7 +309,11 @@ def read(fields: dict[str, Any], name: str) -> Model:
     ValueError
         If the model's type is unknown, or a field is missing or is not what it must be.
     """
-    config = Fields(fields.get("text_config", fields), name)
+    text = fields.get("text_config", fields)
+    if not isinstance(text, dict):
+        raise ValueError(f"{name}: text_config is {text!r}, but it must be an object")
+    config = Fields(text, name)
+    config.only(hidden_act="silu", attention_dropout=0.0)
     return READERS[config.name("model_type", tuple(READERS))](config, name)
 
 

@@ -7,6 +7,7 @@ Symbols: B sequences of S tokens, L = B * S tokens, d model width, h expert widt
 k experts per token, R = L * k routed rows, n query heads, m heads of keys and values, w head width, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -14,7 +15,7 @@ from typing import ClassVar, Protocol
 from moeblaze_ref.core import checks
 from moeblaze_ref.memory.accounting import Size, Tensor
 
-DTYPES = ("bfloat16", "float32")  # of activations and weights
+DTYPES = ("bfloat16",)  # of activations and weights: those that are compared with torch
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,7 @@ class Weight:
     @property
     def count(self) -> int:
         """How many numbers it has."""
-        count = 1
-        for size in self.dims:
-            count *= size
-        return count
+        return math.prod(self.dims)
 
 
 class Part(Protocol):
@@ -152,24 +150,15 @@ class Norm:
         return (*rows, Tensor(f"{self.name}_normalised", wide, dtype))
 
 
-def _attended(step: Step, kernel: str, heads: int, kv_heads: int, width: int, value_width: int) -> tuple[Tensor, ...]:
-    """Return what a kernel of attention keeps, its output included, which the output projection multiplies."""
-    n, m, w, v = Size("n", heads), Size("m", kv_heads), Size("w", width), Size("v", value_width)
-    out = Tensor("attended", (step.L, n, v), step.dtype)
-    if kernel == "flash":
-        return (
-            Tensor("q", (step.L, n, w), step.dtype),
-            Tensor("k", (step.L, m, w), step.dtype),
-            Tensor("v", (step.L, m, v), step.dtype),
-            Tensor("log_sum_exp", (step.L, n), "float32"),
-            out,
-        )
+def _flash(step: Step, heads: int, kv_heads: int, width: int) -> tuple[Tensor, ...]:
+    """Return what torch's flash kernel for the CPU keeps; the output projection multiplies its output."""
+    n, m, w = Size("n", heads), Size("m", kv_heads), Size("w", width)
     return (
-        Tensor("q", (step.L, n, w), "float32"),
-        Tensor("k", (step.L, n, w), "float32"),
-        Tensor("v", (step.L, n, v), "float32"),
-        Tensor("probabilities", (step.L, n, step.S), "float32"),
-        out,
+        Tensor("q", (step.L, n, w), step.dtype),
+        Tensor("k", (step.L, m, w), step.dtype),
+        Tensor("v", (step.L, m, w), step.dtype),
+        Tensor("log_sum_exp", (step.L, n), "float32"),
+        Tensor("attended", (step.L, n, w), step.dtype),
     )
 
 
@@ -184,7 +173,6 @@ class Attention:
     bias: bool = False  #: of the projections to q, k and v
     out_bias: bool = False
     norms: tuple[Norm, ...] = ()  #: of q and k
-    kernel: str = "flash"
     scales: bool = False  #: q is multiplied by a number for each token (Llama 4's layers without positions)
     #: Only some columns of q and k have positions. Joined with the others they lie head by head, and so does the
     #: output, of which the last product gets a copy (GLM-4.5).
@@ -206,7 +194,7 @@ class Attention:
             Tensor("attention_input", (step.L, Size("d", self.d)), step.dtype),
             *(tensor for norm in self.norms for tensor in norm.kept(step)),
             *((Tensor("query_scales", (step.S,), "float32"),) if self.scales else ()),
-            *_attended(step, self.kernel, self.heads, self.kv_heads, self.width, self.width),
+            *_flash(step, self.heads, self.kv_heads, self.width),
             *((Tensor("attended_rows", (step.L, self.heads * self.width), step.dtype),) if self.partly_turned else ()),
         )
 
@@ -250,7 +238,6 @@ class LatentAttention:
     plain_width: int  #: of a head of queries and keys, without positions
     rotary_width: int  #: of a head of queries and keys, with positions
     value_width: int
-    kernel: str = "math"
     kind: ClassVar[str] = "attention"
 
     @property
@@ -279,7 +266,11 @@ class LatentAttention:
         )
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """Return the input, the latent vectors before and after their norms, and what the kernel keeps."""
+        """Return the input, the latent vectors before and after their norms, and what plain torch keeps in float32.
+
+        On a CPU no other kernel takes values of another width than the keys'.
+        """
+        n, w, v = Size("n", self.heads), Size("w", self.width), Size("v", self.value_width)
         latents = [
             tensor
             for norm in self._norms()
@@ -288,7 +279,11 @@ class LatentAttention:
         return (
             Tensor("attention_input", (step.L, Size("d", self.d)), step.dtype),
             *latents,
-            *_attended(step, self.kernel, self.heads, self.heads, self.width, self.value_width),
+            Tensor("q", (step.L, n, w), "float32"),
+            Tensor("k", (step.L, n, w), "float32"),
+            Tensor("v", (step.L, n, v), "float32"),
+            Tensor("probabilities", (step.L, n, step.S), "float32"),
+            Tensor("attended", (step.L, n, v), step.dtype),
         )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +13,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
+from moeblaze_ref.plan import configs
+
 # As transformers chooses where it can: gpt-oss's attention has no other form, Llama 4's experts neither.
 ATTENTION = {"gpt_oss": "eager"}
 OWN_EXPERTS = ("llama4_text",)
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """The config.json of a carried model."""
+    return json.loads((configs.MODELS / f"{name}.json").read_text())
 
 
 @contextlib.contextmanager

@@ -1,14 +1,9 @@
 """What a config.json must be: each fault is named with the file, the field and what is allowed."""
 
-import json
-
 import pytest
+from fake_models import fields_of
 
 from moeblaze_ref.plan import account, configs
-
-
-def fields_of(name):
-    return json.loads((configs.MODELS / f"{name}.json").read_text())
 
 
 def changed(name, **changes):
@@ -36,6 +31,13 @@ def changed(name, **changes):
         ("deepseek-v3", {"first_k_dense_replace": 62}, "model: num_hidden_layers is 61, but it must be >= 62"),
         ("glm-4.5", {"partial_rotary_factor": 1.5}, "model: partial_rotary_factor is 1.5"),
         ("llama-4-scout", {"no_rope_layers": [1, 0]}, "model: no_rope_layers .* a list of 48, one for each layer"),
+        ("mixtral-8x7b", {"sliding_window": 4096}, "^model: sliding_window is 4096, but only None is counted$"),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [0]}, r"^model: mlp_only_layers is \[0\], but only \[\] is counted$"),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, "model: decoder_sparse_step is 2, but only 1"),
+        ("deepseek-v3", {"attention_bias": True}, "model: attention_bias is True, but only False"),
+        ("gpt-oss-20b", {"attention_bias": False}, "model: attention_bias is False, but only True"),
+        ("olmoe-1b-7b", {"hidden_act": "relu"}, "model: hidden_act is 'relu', but only 'silu'"),
+        ("llama-4-scout", {"text_config": 3}, "^model: text_config is 3, but it must be an object$"),
         ("llama-4-scout", {"moe_layers": [48]}, "model: moe_layers .* from 0 to 47"),
     ],
 )

@@ -1,9 +1,7 @@
 """Whole models: what is counted is what transformers and autograd have, storage by storage."""
 
-import json
-
 import pytest
-from fake_models import fake, kept_storages, real
+from fake_models import fake, fields_of, kept_storages, real
 
 from moeblaze_ref.plan import account, configs
 from moeblaze_ref.plan.parts import Step
@@ -33,10 +31,6 @@ FAMILIES = {
     "olmoe-1b-7b",
     "qwen3-30b-a3b",
 }
-
-
-def fields_of(name):
-    return json.loads((configs.MODELS / f"{name}.json").read_text())
 
 
 def cut(name, layers=4):

@@ -61,13 +61,11 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
         If it cannot be read.
     """
     try:
-        notebook = nbformat.read(path, as_version=4)
-        nbformat.validate(notebook)
+        return nbformat.read(path, as_version=4)
     except OSError:
         raise
     except Exception as error:  # whatever nbformat makes of a file that is no notebook
         raise ValueError(f"{path.name} is no notebook: {type(error).__name__}: {error}") from None
-    return notebook
 
 
 def _code(cell: str) -> tuple[str, str] | None:
