@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.plan.attention import Attention, LatentAttention, SinkAttention
 from moeblaze_ref.plan.experts import DenseExperts, GroupedExperts, Router
-from moeblaze_ref.plan.parts import Attention, Embedding, Head, LatentAttention, Mlp, Norm, Part, Rotary, SinkAttention
+from moeblaze_ref.plan.parts import Embedding, Head, Mlp, Norm, Part, Rotary
 
 MODELS = Path(__file__).parent / "models"
 
@@ -123,8 +124,8 @@ def _width(config: Fields, d: int) -> int:
 
 def _model(config: Fields, name: str, rotary: Part, layers: list[tuple[Part, ...]], norm: Norm) -> Model:
     d, vocabulary = norm.width, config.size("vocab_size")
-    head = Head(d, vocabulary, config.flag("tie_word_embeddings", False))
-    embedding = Embedding(d, vocabulary)
+    tied = config.flag("tie_word_embeddings", False)
+    head, embedding = Head(d, vocabulary, tied), Embedding(d, vocabulary, tied)
     return Model(name, (embedding, rotary), tuple(layers), (norm, head), config.size("max_position_embeddings"))
 
 
@@ -189,7 +190,7 @@ def _with_shared_experts(config: Fields, d: int, router: Router) -> tuple[Part, 
     h = config.size("moe_intermediate_size")
     experts = GroupedExperts(d, h, router.E, router.k, "float32")
     shared = config.size("n_shared_experts", 0, at_least=0)
-    return (router, experts, *((Mlp(d, shared * h, "shared"),) if shared else ()))
+    return (router, experts, *((Mlp(d, shared * h, "shared", router_dtype="float32"),) if shared else ()))
 
 
 def _first_dense(config: Fields, d: int, attention: Part, moe: tuple[Part, ...]) -> list[tuple[Part, ...]]:
@@ -260,7 +261,7 @@ def _llama4(config: Fields, name: str) -> Model:
     norms = tuple(
         Norm(width, groups, has_weight=False, name=f"{of}_norm") for of, groups in (("q", heads), ("k", kv_heads))
     )
-    bias = config.flag("attention_bias", False)
+    bias, chunk = config.flag("attention_bias", False), config.size("attention_chunk_size", 8192)
 
     def attention(turned: bool) -> Attention:
         return Attention(
@@ -272,11 +273,12 @@ def _llama4(config: Fields, name: str) -> Model:
             bias,
             norms if turned and config.flag("use_qk_norm", True) else (),
             scales=not turned and config.flag("attn_temperature_tuning", True),
+            chunk=chunk if turned else None,
         )
 
     (E, k), h = _choice(config, "num_local_experts"), config.size("intermediate_size")
     router = Router(d, E, k, "sigmoid of k")
-    moe = router, DenseExperts(d, h, E), Mlp(d, h, "shared", saves_input=False)
+    moe = router, DenseExperts(d, h, E), Mlp(d, h, "shared", router_dtype="")
     dense = (Mlp(d, config.size("intermediate_size_mlp")),)
     every = config.size("no_rope_layer_interval", 4)
     turned = config.entries("no_rope_layers", count, [int((layer + 1) % every != 0) for layer in range(count)])

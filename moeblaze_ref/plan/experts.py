@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moeblaze_ref.memory.accounting import Size, Tensor
-from moeblaze_ref.plan.parts import Step, Weight
+from moeblaze_ref.plan.parts import Moment, Step, Weight
 
 # What a router makes of the logits.
 SCORES = {
@@ -42,7 +42,7 @@ class Router:
         d, E, k = Size("d", self.d), Size("E", self.E), Size("k", self.k)
         dtype = "float32" if self.in_float32 else step.dtype
         product = [Tensor("router_input", (step.L, d), dtype)]
-        if self.in_float32:
+        if self.in_float32 and step.dtype != "float32":
             product.append(Tensor("router_weight", (d, E), dtype))
         choice = (Tensor("topk_experts", (step.L, k), "int64"),)
         if self.scores == "softmax of k":
@@ -52,6 +52,16 @@ class Router:
             return (*product, *scores, *choice)
         divided = Tensor("topk_sum", (step.L,), "float32"), Tensor("topk_scores", (step.L, k), "float32")
         return (*product, *scores, *choice, *divided)
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the logits."""
+        return (Moment((Tensor("logits", (step.L, Size("E", self.E)), "float32"),)),)
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the gradients of scores and logits, and of the input."""
+        E = Size("E", self.E)
+        of_scores = tuple(Tensor(name, (step.L, E), "float32") for name in ("d_scores", "d_logits"))
+        return (Moment((*of_scores, Tensor("d_input", (step.L, Size("d", self.d)), step.dtype))),)
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,23 @@ class GroupedExperts:
             Tensor("y", (R, d), step.dtype),
         )
 
+    def _of_rows(self, step: Step, *names: str) -> tuple[Tensor, ...]:
+        shape = step.L * Size("k", self.k), Size("d", self.d)
+        return tuple(Tensor(name, shape, self.weight_dtype or step.dtype) for name in names)
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the weighted rows in the order of experts and in that of tokens."""
+        return (Moment(self._of_rows(step, "y_weighted", "y_in_order")),)
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return two moments: before the products, and after them, when the rows of the input have their gradient."""
+        R, h = step.L * Size("k", self.k), Size("h", self.h)
+        d_ab = Tensor("d_ab", (R, 2, h), step.dtype)
+        d_x = Tensor("d_x_routed", (R, Size("d", self.d)), step.dtype)
+        gone = tuple(tensor.name for tensor in self.kept(step) if tensor.name not in ("x_routed", "row_token"))
+        before = self._of_rows(step, "d_y_in_order", "d_y_weighted", "d_y_products")
+        return (Moment(before, gradients=False), Moment((d_ab, d_x), gone))
+
 
 @dataclass(frozen=True)
 class DenseExperts:
@@ -118,3 +145,18 @@ class DenseExperts:
             Tensor("act", (rows, h), step.dtype),
             Tensor("y_swi", (rows, h), step.dtype),
         )
+
+    def _of_rows(self, step: Step, *named: tuple[str, int]) -> tuple[Tensor, ...]:
+        rows = step.L * Size("E", self.E)
+        return tuple(Tensor(name, (rows, width), step.dtype) for name, width in named)
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the experts' outputs."""
+        return (Moment(self._of_rows(step, ("y", self.d))),)
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return two moments: in the activation, and after the products."""
+        d, h = self.d, self.h
+        activation = self._of_rows(step, ("d_y", d), ("d_y_swi", h), ("d_a", h), ("d_b", h))
+        after = self._of_rows(step, ("d_ab", 2 * h), ("d_x_weighted", d))
+        return (Moment(activation, gradients=False), Moment(after, ("ab", "act", "y_swi")))

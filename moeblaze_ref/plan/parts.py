@@ -15,7 +15,15 @@ from typing import ClassVar, Protocol
 from moeblaze_ref.core import checks
 from moeblaze_ref.memory.accounting import Size, Tensor
 
-DTYPES = ("bfloat16",)  # of activations and weights: those that are compared with torch
+DTYPES = ("bfloat16", "float32")  # of activations and weights: those that are compared with torch
+KERNELS = {
+    "flash": "torch's choice on a GPU: flash attention, or memory-efficient where flash does not serve",
+    "cudnn": "cuDNN's, on a GPU",
+    "efficient": "memory-efficient, on a GPU; not for fewer heads of keys than of queries",
+    "math": "one operation after another, on a GPU: keeps all probabilities, in float32",
+    "cpu-flash": "torch's choice on a CPU: flash attention, or math where values are narrower than keys",
+    "cpu-math": "one operation after another, on a CPU",
+}
 
 
 @dataclass(frozen=True)
@@ -28,21 +36,30 @@ class Step:
         Sequences, and tokens of each.
     dtype : str
         Of activations and weights, one of ``DTYPES``.
+    attention : str
+        The kernel of torch's ``scaled_dot_product_attention``, one of ``KERNELS``.
 
     Raises
     ------
     ValueError, TypeError
-        If a number is no integer of at least 1, or the dtype is unknown.
+        If a number is no integer of at least 1, or a name is unknown.
     """
 
     batch: int
     sequence: int
     dtype: str = "bfloat16"
+    attention: str = "flash"
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence"):
             checks.check_int(name, getattr(self, name), at_least=1)
         checks.check_name("dtype", self.dtype, DTYPES)
+        checks.check_name("attention", self.attention, KERNELS)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the step runs on a GPU, as its attention does."""
+        return not self.attention.startswith("cpu")
 
     @cached_property
     def B(self) -> Size:
@@ -74,6 +91,15 @@ class Weight:
         return math.prod(self.dims)
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a part's forward or backward at which memory may be highest."""
+
+    beside: tuple[Tensor, ...] = ()  #: tensors that are there for a while, beside what the part keeps
+    freed: tuple[str, ...] = ()  #: kept tensors that are gone by now
+    gradients: bool = True  #: whether the gradients of the part's weights are there already
+
+
 class Part(Protocol):
     """A module of the model, or several that save tensors for each other."""
 
@@ -85,6 +111,12 @@ class Part(Protocol):
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return what it keeps from the forward to the backward."""
 
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return the moments of its forward at which memory may be highest, all that it keeps being there."""
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return the moments of its backward at which memory may be highest, in their order."""
+
 
 @dataclass(frozen=True)
 class Embedding:
@@ -92,6 +124,7 @@ class Embedding:
 
     d: int
     vocabulary: int
+    tied: bool = False  #: its table is the head's weight too
     kind: ClassVar[str] = "embedding"
 
     def weights(self) -> tuple[Weight, ...]:
@@ -101,6 +134,15 @@ class Embedding:
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the token ids."""
         return (Tensor("token_ids", (step.L,), "int64"),)
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the vectors go on as the residual stream."""
+        return (Moment(),)
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the gradient of the whole table, beside the head's if the two are one."""
+        table = Tensor("d_embedding", (Size("V", self.vocabulary), Size("d", self.d)), step.dtype)
+        return (Moment((table,) if self.tied else ()),)
 
 
 @dataclass(frozen=True)
@@ -120,6 +162,14 @@ class Rotary:
         if self.as_complex:
             return (Tensor("angles", (step.S, self.width, 2), "float32"),)
         return tuple(Tensor(name, (step.S, self.width), step.dtype) for name in ("cosines", "sines"))
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: nothing that counts beside what is kept."""
+        return (Moment(),)
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return nothing: angles have no gradient."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -149,142 +199,23 @@ class Norm:
         dtype = "float32" if self.scaled_in_float32 else step.dtype
         return (*rows, Tensor(f"{self.name}_normalised", wide, dtype))
 
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the rows in float32 before they are rounded."""
+        return (Moment(_wide(step, f"{self.name}_float32", self.groups * self.width, 1)),)
 
-def _flash(step: Step, heads: int, kv_heads: int, width: int) -> tuple[Tensor, ...]:
-    """Return what torch's flash kernel for the CPU keeps; the output projection multiplies its output."""
-    n, m, w = Size("n", heads), Size("m", kv_heads), Size("w", width)
-    return (
-        Tensor("q", (step.L, n, w), step.dtype),
-        Tensor("k", (step.L, m, w), step.dtype),
-        Tensor("v", (step.L, m, w), step.dtype),
-        Tensor("log_sum_exp", (step.L, n), "float32"),
-        Tensor("attended", (step.L, n, w), step.dtype),
-    )
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the gradients of the square and of the quotient, and what they are computed from."""
+        return (Moment(_wide(step, f"d_{self.name}", self.groups * self.width, 4), (f"{self.name}_normalised",)),)
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Grouped-query attention: n heads of queries share m heads of keys and values."""
-
-    d: int
-    heads: int
-    kv_heads: int
-    width: int  #: of a head
-    bias: bool = False  #: of the projections to q, k and v
-    out_bias: bool = False
-    norms: tuple[Norm, ...] = ()  #: of q and k
-    scales: bool = False  #: q is multiplied by a number for each token (Llama 4's layers without positions)
-    #: Only some columns of q and k have positions. Joined with the others they lie head by head, and so does the
-    #: output, of which the last product gets a copy (GLM-4.5).
-    partly_turned: bool = False
-    kind: ClassVar[str] = "attention"
-
-    def weights(self) -> tuple[Weight, ...]:
-        """Return the four projections, their biases, and the weights of the norms."""
-        q, kv = self.heads * self.width, self.kv_heads * self.width
-        inner = (("wq", q), ("wk", kv), ("wv", kv))
-        products = [Weight(name, (self.d, columns)) for name, columns in inner] + [Weight("wo", (q, self.d))]
-        biases = [Weight(f"{name}_bias", (columns,)) for name, columns in inner if self.bias]
-        biases += [Weight("wo_bias", (self.d,))] if self.out_bias else []
-        return (*products, *biases, *(weight for norm in self.norms for weight in norm.weights()))
-
-    def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """Return the input of the projections, and what the norms and the kernel keep."""
-        return (
-            Tensor("attention_input", (step.L, Size("d", self.d)), step.dtype),
-            *(tensor for norm in self.norms for tensor in norm.kept(step)),
-            *((Tensor("query_scales", (step.S,), "float32"),) if self.scales else ()),
-            *_flash(step, self.heads, self.kv_heads, self.width),
-            *((Tensor("attended_rows", (step.L, self.heads * self.width), step.dtype),) if self.partly_turned else ()),
-        )
+def _wide(step: Step, name: str, width: int, count: int) -> tuple[Tensor, ...]:
+    """Return ``count`` tensors of rows in float32."""
+    return tuple(Tensor(f"{name}_{i}", (step.L, width), "float32") for i in range(count))
 
 
-@dataclass(frozen=True)
-class SinkAttention:
-    """gpt-oss's attention: a learned logit for each head takes its part of the softmax; in plain torch."""
-
-    d: int
-    heads: int
-    kv_heads: int
-    width: int
-    kind: ClassVar[str] = "attention"
-
-    def weights(self) -> tuple[Weight, ...]:
-        """Return the weights of `Attention` with all biases, and the sinks."""
-        plain = Attention(self.d, self.heads, self.kv_heads, self.width, bias=True, out_bias=True)
-        return (*plain.weights(), Weight("sinks", (self.heads,)))
-
-    def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """Return copies of k and v for each query head, the place of each row's largest logit, all probabilities."""
-        n, w = Size("n", self.heads), Size("w", self.width)
-        of_heads = [Tensor(name, (step.L, n, w), step.dtype) for name in ("q", "k", "v")]
-        return (
-            Tensor("attention_input", (step.L, Size("d", self.d)), step.dtype),
-            *of_heads,
-            Tensor("largest_logit", (step.L, n), "int64"),
-            Tensor("probabilities", (step.L, n, step.S + 1), step.dtype),
-            Tensor("attended", (step.L, n, w), step.dtype),
-        )
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from a vector of a few hundred."""
-
-    d: int
-    heads: int
-    q_rank: int | None  #: None: queries come from the input by one product
-    kv_rank: int
-    plain_width: int  #: of a head of queries and keys, without positions
-    rotary_width: int  #: of a head of queries and keys, with positions
-    value_width: int
-    kind: ClassVar[str] = "attention"
-
-    @property
-    def width(self) -> int:
-        """Width of a head of queries and keys."""
-        return self.plain_width + self.rotary_width
-
-    def _norms(self) -> tuple[Norm, ...]:
-        ranks = {"q_latent": self.q_rank, "kv_latent": self.kv_rank}
-        return tuple(Norm(rank, name=name) for name, rank in ranks.items() if rank)
-
-    def weights(self) -> tuple[Weight, ...]:
-        """Return the products to the latent vectors and from them, and the norms between."""
-        d, n, q = self.d, self.heads, self.heads * self.width
-        queries = (
-            (Weight("wq_down", (d, self.q_rank)), Weight("wq_up", (self.q_rank, q)))
-            if self.q_rank
-            else (Weight("wq", (d, q)),)
-        )
-        return (
-            *queries,
-            Weight("wkv_down", (d, self.kv_rank + self.rotary_width)),
-            Weight("wkv_up", (self.kv_rank, n * (self.plain_width + self.value_width))),
-            Weight("wo", (n * self.value_width, d)),
-            *(weight for norm in self._norms() for weight in norm.weights()),
-        )
-
-    def kept(self, step: Step) -> tuple[Tensor, ...]:
-        """Return the input, the latent vectors before and after their norms, and what plain torch keeps in float32.
-
-        On a CPU no other kernel takes values of another width than the keys'.
-        """
-        n, w, v = Size("n", self.heads), Size("w", self.width), Size("v", self.value_width)
-        latents = [
-            tensor
-            for norm in self._norms()
-            for tensor in (*norm.kept(step), Tensor(norm.name, (step.L, norm.width), step.dtype))
-        ]
-        return (
-            Tensor("attention_input", (step.L, Size("d", self.d)), step.dtype),
-            *latents,
-            Tensor("q", (step.L, n, w), "float32"),
-            Tensor("k", (step.L, n, w), "float32"),
-            Tensor("v", (step.L, n, v), "float32"),
-            Tensor("probabilities", (step.L, n, step.S), "float32"),
-            Tensor("attended", (step.L, n, v), step.dtype),
-        )
+def rows_of(step: Step, *named: tuple[str, int]) -> tuple[Tensor, ...]:
+    """Return tensors of rows in the step's dtype, each with a name and a width."""
+    return tuple(Tensor(name, (step.L, width), step.dtype) for name, width in named)
 
 
 def _gated(step: Step, rows: Size, width: int, name: str) -> tuple[Tensor, ...]:
@@ -300,8 +231,7 @@ class Mlp:
     d: int
     width: int
     name: str = "mlp"
-    #: Whether its input is a tensor that no other part has saved.
-    saves_input: bool = True
+    router_dtype: str | None = None  #: in which a router has kept the same input; "": the step's
     kind: ClassVar[str] = "dense MLP"
 
     def weights(self) -> tuple[Weight, ...]:
@@ -311,8 +241,18 @@ class Mlp:
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the input, and all tensors between the products."""
-        own = (Tensor(f"{self.name}_input", (step.L, Size("d", self.d)), step.dtype),) if self.saves_input else ()
+        is_kept = self.router_dtype is not None and (self.router_dtype or step.dtype) == step.dtype
+        own = () if is_kept else (Tensor(f"{self.name}_input", (step.L, Size("d", self.d)), step.dtype),)
         return (*own, *_gated(step, step.L, self.width, self.name))
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the output."""
+        return (Moment(rows_of(step, ("out", self.d))),)
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the gradients of the product and of its factors."""
+        names = ("d_product", "d_a", "d_b")
+        return (Moment(rows_of(step, *((f"{self.name}_{name}", self.width) for name in names))),)
 
 
 @dataclass(frozen=True)
@@ -338,3 +278,16 @@ class Head:
             Tensor("labels", (labels,), "int64"),
             Tensor("labels_counted", (Size("1", 1),), "float32"),
         )
+
+    def _logits(self, step: Step, dtype: str, *names: str) -> tuple[Tensor, ...]:
+        return tuple(Tensor(name, (step.L, Size("V", self.vocabulary)), dtype) for name in names)
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the logits in the step's dtype and in float32."""
+        return (Moment(self._logits(step, step.dtype, "logits") + self._logits(step, "float32", "logits_float32")),)
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return two moments: in the softmax, and in the products with the head's weight."""
+        softmax = self._logits(step, "float32", "d_log_probabilities", "d_logits_float32")
+        products = self._logits(step, step.dtype, "d_logits")
+        return (Moment(softmax, gradients=False), Moment(products, ("log_probabilities",)))

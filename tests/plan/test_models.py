@@ -1,10 +1,11 @@
 """Whole models: what is counted is what transformers and autograd have, storage by storage."""
 
 import pytest
-from fake_models import fake, fields_of, kept_storages, real
+from fake_models import fake, fields_of
 
 from moeblaze_ref.plan import account, configs
 from moeblaze_ref.plan.parts import Step
+from moeblaze_ref.plan.torch_models import built, kept_storages
 
 NAMES = sorted(path.stem for path in configs.MODELS.glob("*.json"))
 PARAMETERS = {  # published, or as transformers counts them
@@ -80,7 +81,7 @@ def test_every_model_has_a_number_of_parameters_and_every_family_is_there():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_whole_model_keeps_what_autograd_keeps(name):
-    model, step = configs.read(fields_of(name), name), Step(1, 4096)
+    model, step = configs.read(fields_of(name), name), Step(1, 4096, attention="cpu-flash")
     with fake(fields_of(name)) as theirs:
         assert account.parameters(model) == PARAMETERS[name] == sum(weight.numel() for weight in theirs.parameters())
         found = kept_storages(theirs, 1, 4096)
@@ -90,34 +91,34 @@ def test_a_whole_model_keeps_what_autograd_keeps(name):
 
 def test_qwen3_keeps_the_bytes_that_are_known():
     model = configs.read(fields_of("qwen3-30b-a3b"), "qwen3-30b-a3b")
-    assert sum(account.kept_bytes(model, Step(1, 4096)).values()) == 40_825_626_636
+    assert sum(account.kept_bytes(model, Step(1, 4096, attention="cpu-flash")).values()) == 40_825_626_636
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_batch_keeps_what_autograd_keeps(name):
     model = configs.read(cut(name), name)
     with fake(cut(name)) as theirs:
-        assert kept_by(model, Step(3, 256)) == kept_storages(theirs, 3, 256)
+        assert kept_by(model, Step(3, 256, attention="cpu-flash")) == kept_storages(theirs, 3, 256)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_model_with_memory_keeps_what_one_without_keeps(name):
-    with real(tiny(name)) as theirs:
+    with built(tiny(name)) as theirs:
         found = kept_storages(theirs, 2, 32)
     with fake(tiny(name)) as theirs:
         assert kept_storages(theirs, 2, 32) == found
-    assert kept_by(configs.read(tiny(name), name), Step(2, 32)) == found
+    assert kept_by(configs.read(tiny(name), name), Step(2, 32, attention="cpu-flash")) == found
 
 
 def rows():
     """Each row of each part of each family: the family, the part's class, and the row's name."""
     for name in sorted(FAMILIES):
         parts = {type(part): part for part in configs.read(cut(name), name).parts}
-        yield from ((name, kind, row.name) for kind, part in parts.items() for row in part.kept(Step(1, 64)))
+        yield from ((name, kind, row.name) for kind, part in parts.items() for row in part.kept(Step(1, 64, attention="cpu-flash")))
 
 
 def test_a_formula_without_one_of_its_rows_is_seen(monkeypatch):
-    step, found = Step(1, 64), {}
+    step, found = Step(1, 64, attention="cpu-flash"), {}
     for name in FAMILIES:
         with fake(cut(name)) as theirs:
             found[name] = kept_storages(theirs, 1, 64)
