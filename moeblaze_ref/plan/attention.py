@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from moeblaze_ref.memory.accounting import Size, Tensor
-from moeblaze_ref.plan.parts import Moment, Norm, Step, Weight, rows_of
+from moeblaze_ref.plan.parts import Moment, Norm, Step, Weight, divided, rows_of
 
 # Numbers that a kernel keeps for dropout, also where there is none.
 RANDOM_STATES: dict[str, dict[str, int]] = {
@@ -98,6 +98,13 @@ class Heads:
         q, k = self.queries * self.width, self.keys * self.width
         return Moment(rows_of(step, ("d_attended", self.queries * self.values), ("d_q", q), ("d_k", k), ("d_v", k)))
 
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return the outputs of a fused kernel; step by step they are computed again."""
+        if self.kernel(step) in STEPWISE:
+            return ()
+        inputs = ("mask", "q", "k", "v")
+        return tuple(tensor for tensor in self.kept(step) if tensor.name not in inputs)
+
     def names(self, step: Step) -> tuple[str, ...]:
         """Return the names of what is kept."""
         return tuple(tensor.name for tensor in self.kept(step))
@@ -109,6 +116,11 @@ STEPWISE = ("math", "cpu-math")  # kernels that keep all probabilities
 def softmax_gradients(step: Step) -> tuple[str, ...]:
     """Return the names of tensors as large as the probabilities in a softmax's backward; a GPU has one more."""
     return ("d_probabilities", "d_logits", *(("d_product",) if step.on_gpu else ()))
+
+
+def shared_keys(kv_heads: int, tensor: int) -> int:
+    """Return the heads of keys and values that a GPU has; ValueError if neither number divides the other."""
+    return 1 if tensor > kv_heads and tensor % kv_heads == 0 else divided("the heads of keys", kv_heads, tensor)
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,8 @@ class Attention:
     partly_turned: bool = False
     chunk: int | None = None  #: tokens that see each other, and no others (Llama 4's layers with positions)
     kind: ClassVar[str] = "attention"
+    by_token: ClassVar[bool] = False
+    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the four projections, their biases, and the weights of the norms."""
@@ -166,6 +180,22 @@ class Attention:
         norms = [replace(moment, freed=(*moment.freed, *gone)) for norm in self.norms for moment in norm.backward(step)]
         return (heads.backward(step), *norms[:1])
 
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, the kernel's outputs, and the output."""
+        q, kv = self.heads * self.width, self.kv_heads * self.width
+        inner = rows_of(step, ("queries", q), ("keys", kv), ("values", kv), ("out", self.d))
+        return (*inner, *self._heads(step).products(step))
+
+    def share(self, tensor: int, expert: int) -> "Attention":
+        """Return some of the heads, with their norms; where GPUs outnumber heads of keys, several have the same."""
+        heads, kv_heads = divided("the heads of queries", self.heads, tensor), shared_keys(self.kv_heads, tensor)
+        norms = tuple(self._norm(norm, of) for norm, of in zip(self.norms, (heads, kv_heads), strict=False))
+        return replace(self, heads=heads, kv_heads=kv_heads, norms=norms)
+
+    def _norm(self, norm: Norm, heads: int) -> Norm:
+        """Return a norm for some heads: one for each, or one of them all."""
+        return replace(norm, groups=heads) if norm.width == self.width else replace(norm, width=heads * self.width)
+
 
 @dataclass(frozen=True)
 class SinkAttention:
@@ -176,6 +206,8 @@ class SinkAttention:
     kv_heads: int
     width: int
     kind: ClassVar[str] = "attention"
+    by_token: ClassVar[bool] = False
+    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the weights of `Attention` with all biases, and the sinks."""
@@ -206,6 +238,16 @@ class SinkAttention:
         """Return one moment: the gradients of the probabilities and of the logits."""
         return (Moment(tuple(self._logits(step, name) for name in softmax_gradients(step))),)
 
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, and the output; the probabilities are computed again."""
+        q, kv = self.heads * self.width, self.kv_heads * self.width
+        return rows_of(step, ("queries", q), ("keys", kv), ("values", kv), ("out", self.d))
+
+    def share(self, tensor: int, expert: int) -> "SinkAttention":
+        """Return some of the heads."""
+        heads = divided("the heads of queries", self.heads, tensor)
+        return replace(self, heads=heads, kv_heads=shared_keys(self.kv_heads, tensor))
+
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -219,6 +261,8 @@ class LatentAttention:
     rotary_width: int  #: of a head of queries and keys, with positions
     value_width: int
     kind: ClassVar[str] = "attention"
+    by_token: ClassVar[bool] = False
+    by_expert: ClassVar[bool] = False
 
     @property
     def _width(self) -> int:
@@ -281,3 +325,14 @@ class LatentAttention:
     def backward(self, step: Step) -> tuple[Moment, ...]:
         """Return one moment, in the kernel."""
         return (self._heads.backward(step),)
+
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return the latent vectors, what is made of them, the kernel's outputs, and the output."""
+        down = (("q_down", self.q_rank),) if self.q_rank else ()
+        up = self.heads * (self.plain_width + self.value_width)
+        inner = (("queries", self.heads * self._width), ("kv_down", self.kv_rank + self.rotary_width), ("kv_up", up))
+        return (*rows_of(step, *down, *inner, ("out", self.d)), *self._heads.products(step))
+
+    def share(self, tensor: int, expert: int) -> "LatentAttention":
+        """Return some of the heads; each GPU computes all latent vectors."""
+        return replace(self, heads=divided("the heads of queries", self.heads, tensor))

@@ -26,6 +26,12 @@ class Model:
     layers: tuple[tuple[Part, ...], ...]
     after: tuple[Part, ...]
     longest: int  #: sequence that positions are made for
+    d: int  #: width of the residual stream
+
+    @property
+    def everywhere(self) -> tuple[Part, ...]:
+        """The parts before the layers that each stage of a pipeline has: the angles of positions."""
+        return tuple(part for part in self.before if isinstance(part, Rotary))
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -126,7 +132,7 @@ def _model(config: Fields, name: str, rotary: Part, layers: list[tuple[Part, ...
     d, vocabulary = norm.width, config.size("vocab_size")
     tied = config.flag("tie_word_embeddings", False)
     head, embedding = Head(d, vocabulary, tied), Embedding(d, vocabulary, tied)
-    return Model(name, (embedding, rotary), tuple(layers), (norm, head), config.size("max_position_embeddings"))
+    return Model(name, (embedding, rotary), tuple(layers), (norm, head), config.size("max_position_embeddings"), d)
 
 
 def _mixtral(config: Fields, name: str) -> Model:

@@ -3,11 +3,12 @@
 Symbols as in `parts`: L tokens, d model width, h expert width, E experts, k experts per token, R = L * k routed rows.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from moeblaze_ref.memory.accounting import Size, Tensor
-from moeblaze_ref.plan.parts import Moment, Step, Weight
+from moeblaze_ref.plan.parts import Moment, Step, Weight, divided
 
 # What a router makes of the logits.
 SCORES = {
@@ -30,6 +31,8 @@ class Router:
     in_float32: bool = False  #: the product: it keeps input and weight as float32
     bias: bool = False  #: of the logits
     kind: ClassVar[str] = "router"
+    by_token: ClassVar[bool] = True
+    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return wg (d, E), the bias of the logits, and that of the choice, which no gradient trains."""
@@ -63,6 +66,15 @@ class Router:
         of_scores = tuple(Tensor(name, (step.L, E), "float32") for name in ("d_scores", "d_logits"))
         return (Moment((*of_scores, Tensor("d_input", (step.L, Size("d", self.d)), step.dtype))),)
 
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return the logits."""
+        dtype = "float32" if self.in_float32 else step.dtype
+        return (Tensor("logits", (step.L, Size("E", self.E)), dtype),)
+
+    def share(self, tensor: int, expert: int) -> "Router":
+        """Return the same: each GPU has some of the tokens."""
+        return self
+
 
 @dataclass(frozen=True)
 class GroupedExperts:
@@ -75,7 +87,10 @@ class GroupedExperts:
     weight_dtype: str | None = None  #: of the weights that rows are multiplied by; None: the step's
     #: gpt-oss: biases, and SwiGLU with a limit, whose steps torch keeps one by one
     clamped: bool = False
+    imbalance: float = 1.0  #: rows that come here from all GPUs, as a multiple of an even share
     kind: ClassVar[str] = "experts"
+    by_token: ClassVar[bool] = True
+    by_expert: ClassVar[bool] = True
 
     def weights(self) -> tuple[Weight, ...]:
         """Return w1, w2 (E, d, h) and w3 (E, h, d); with ``clamped`` also their biases."""
@@ -85,9 +100,16 @@ class GroupedExperts:
             return products
         return (*products, Weight("b1", (E, h)), Weight("b2", (E, h)), Weight("b3", (E, d)))
 
+    def rows(self, step: Step) -> Size:
+        """Return the routed rows of the experts here."""
+        even = step.L * Size("k", self.k)
+        return (
+            even if self.imbalance == 1 else Size(f"({even.text} * {self.imbalance})", math.ceil(even * self.imbalance))
+        )
+
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the routed rows, all tensors between the products, the rows' weights, and int64 places of rows."""
-        R = step.L * Size("k", self.k)
+        R = self.rows(step)
         d, h = Size("d", self.d), Size("h", self.h)
         # With biases also each row's expert.
         places = ("row_token", "row_order", "row_place", *(("row_expert",) if self.clamped else ()))
@@ -103,7 +125,7 @@ class GroupedExperts:
         )
 
     def _of_rows(self, step: Step, *names: str) -> tuple[Tensor, ...]:
-        shape = step.L * Size("k", self.k), Size("d", self.d)
+        shape = self.rows(step), Size("d", self.d)
         return tuple(Tensor(name, shape, self.weight_dtype or step.dtype) for name in names)
 
     def forward(self, step: Step) -> tuple[Moment, ...]:
@@ -112,12 +134,20 @@ class GroupedExperts:
 
     def backward(self, step: Step) -> tuple[Moment, ...]:
         """Return two moments: before the products, and after them, when the rows of the input have their gradient."""
-        R, h = step.L * Size("k", self.k), Size("h", self.h)
+        R, h = self.rows(step), Size("h", self.h)
         d_ab = Tensor("d_ab", (R, 2, h), step.dtype)
         d_x = Tensor("d_x_routed", (R, Size("d", self.d)), step.dtype)
         gone = tuple(tensor.name for tensor in self.kept(step) if tensor.name not in ("x_routed", "row_token"))
         before = self._of_rows(step, "d_y_in_order", "d_y_weighted", "d_y_products")
         return (Moment(before, gradients=False), Moment((d_ab, d_x), gone))
+
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return (a, b) and y."""
+        return tuple(tensor for tensor in self.kept(step) if tensor.name in ("ab", "y"))
+
+    def share(self, tensor: int, expert: int) -> "GroupedExperts":
+        """Return some of the experts, which get as many rows as the tokens here send away."""
+        return replace(self, E=divided("the experts", self.E, expert, "expert"))
 
 
 @dataclass(frozen=True)
@@ -128,6 +158,8 @@ class DenseExperts:
     h: int
     E: int
     kind: ClassVar[str] = "experts"
+    by_token: ClassVar[bool] = True
+    by_expert: ClassVar[bool] = True
 
     def weights(self) -> tuple[Weight, ...]:
         """Return w1, w2 (E, d, h) and w3 (E, h, d)."""
@@ -160,3 +192,13 @@ class DenseExperts:
         activation = self._of_rows(step, ("d_y", d), ("d_y_swi", h), ("d_a", h), ("d_b", h))
         after = self._of_rows(step, ("d_ab", 2 * h), ("d_x_weighted", d))
         return (Moment(activation, gradients=False), Moment(after, ("ab", "act", "y_swi")))
+
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return nothing: batched products are computed again."""
+        return ()
+
+    def share(self, tensor: int, expert: int) -> "DenseExperts":
+        """Return the same; ValueError for several GPUs: as transformers has them, each expert sees all tokens."""
+        if expert > 1:
+            raise ValueError(f"expert is {expert}, but Llama 4's experts in transformers see all tokens: it must be 1")
+        return self

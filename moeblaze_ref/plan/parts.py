@@ -8,7 +8,7 @@ k experts per token, R = L * k routed rows, n query heads, m heads of keys and v
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Protocol
 
@@ -55,6 +55,10 @@ class Step:
             checks.check_int(name, getattr(self, name), at_least=1)
         checks.check_name("dtype", self.dtype, DTYPES)
         checks.check_name("attention", self.attention, KERNELS)
+
+    def divided(self, gpus: int) -> "Step":
+        """Return the step with a share of each sequence; ValueError if the GPUs do not divide it."""
+        return replace(self, sequence=divided("sequence", self.sequence, gpus))
 
     @property
     def on_gpu(self) -> bool:
@@ -104,6 +108,8 @@ class Part(Protocol):
     """A module of the model, or several that save tensors for each other."""
 
     kind: ClassVar[str]  #: what a reader looks for: "attention", "experts", ...
+    by_token: ClassVar[bool]  #: whether tensor parallelism divides its tokens, and not its weights
+    by_expert: ClassVar[bool]  #: whether expert parallelism divides its weights
 
     def weights(self) -> tuple[Weight, ...]:
         """Return its weights."""
@@ -117,6 +123,19 @@ class Part(Protocol):
     def backward(self, step: Step) -> tuple[Moment, ...]:
         """Return the moments of its backward at which memory may be highest, in their order."""
 
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return the outputs of its matrix products and of its attention kernel."""
+
+    def share(self, tensor: int, expert: int) -> "Part":
+        """Return the part that one of ``tensor`` GPUs has, or one of ``expert``; ValueError if it can't be divided."""
+
+
+def divided(name: str, number: int, gpus: int, group: str = "tensor") -> int:
+    """Return the share of each GPU; ValueError if the GPUs do not divide the number."""
+    if number % gpus:
+        raise ValueError(f"{group} is {gpus}, but it must divide {name}, {number}")
+    return number // gpus
+
 
 @dataclass(frozen=True)
 class Embedding:
@@ -126,6 +145,8 @@ class Embedding:
     vocabulary: int
     tied: bool = False  #: its table is the head's weight too
     kind: ClassVar[str] = "embedding"
+    by_token: ClassVar[bool] = False
+    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the table of vectors, (V, d)."""
@@ -144,6 +165,14 @@ class Embedding:
         table = Tensor("d_embedding", (Size("V", self.vocabulary), Size("d", self.d)), step.dtype)
         return (Moment((table,) if self.tied else ()),)
 
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return nothing: it looks up."""
+        return ()
+
+    def share(self, tensor: int, expert: int) -> "Embedding":
+        """Return a part of the vocabulary."""
+        return replace(self, vocabulary=divided("the vocabulary", self.vocabulary, tensor))
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -152,6 +181,8 @@ class Rotary:
     width: int  #: angles of a token
     as_complex: bool = False  #: complex numbers in float32, in place of cosines and sines in the step's dtype
     kind: ClassVar[str] = "positions"
+    by_token: ClassVar[bool] = False
+    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return nothing: the angles are computed."""
@@ -171,6 +202,14 @@ class Rotary:
         """Return nothing: angles have no gradient."""
         return ()
 
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return nothing: it multiplies numbers one by one."""
+        return ()
+
+    def share(self, tensor: int, expert: int) -> "Rotary":
+        """Return the same."""
+        return self
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -182,6 +221,8 @@ class Norm:
     has_weight: bool = True
     name: str = "norm"
     kind: ClassVar[str] = "norms"
+    by_token: ClassVar[bool] = True
+    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return one number a column, which the groups share."""
@@ -206,6 +247,14 @@ class Norm:
     def backward(self, step: Step) -> tuple[Moment, ...]:
         """Return one moment: the gradients of the square and of the quotient, and what they are computed from."""
         return (Moment(_wide(step, f"d_{self.name}", self.groups * self.width, 4), (f"{self.name}_normalised",)),)
+
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return nothing: it multiplies numbers one by one."""
+        return ()
+
+    def share(self, tensor: int, expert: int) -> "Norm":
+        """Return the same: each GPU has some of the tokens."""
+        return self
 
 
 def _wide(step: Step, name: str, width: int, count: int) -> tuple[Tensor, ...]:
@@ -233,6 +282,8 @@ class Mlp:
     name: str = "mlp"
     router_dtype: str | None = None  #: in which a router has kept the same input; "": the step's
     kind: ClassVar[str] = "dense MLP"
+    by_token: ClassVar[bool] = False
+    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return w1, w2 (d, f) and w3 (f, d)."""
@@ -254,6 +305,14 @@ class Mlp:
         names = ("d_product", "d_a", "d_b")
         return (Moment(rows_of(step, *((f"{self.name}_{name}", self.width) for name in names))),)
 
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return a, b and the output."""
+        return rows_of(step, (f"{self.name}_a", self.width), (f"{self.name}_b", self.width), ("out", self.d))
+
+    def share(self, tensor: int, expert: int) -> "Mlp":
+        """Return some of the columns."""
+        return replace(self, width=divided(f"the width of the {self.name} MLP", self.width, tensor))
+
 
 @dataclass(frozen=True)
 class Head:
@@ -263,6 +322,8 @@ class Head:
     vocabulary: int
     tied: bool = False  #: its weight is the embedding's
     kind: ClassVar[str] = "logits and loss"
+    by_token: ClassVar[bool] = False
+    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the matrix (V, d), or nothing if it is the embedding's."""
@@ -291,3 +352,11 @@ class Head:
         softmax = self._logits(step, "float32", "d_log_probabilities", "d_logits_float32")
         products = self._logits(step, step.dtype, "d_logits")
         return (Moment(softmax, gradients=False), Moment(products, ("log_probabilities",)))
+
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return nothing: it is in no layer."""
+        return ()
+
+    def share(self, tensor: int, expert: int) -> "Head":
+        """Return a part of the vocabulary, whose softmax the GPUs compute together."""
+        return replace(self, vocabulary=divided("the vocabulary", self.vocabulary, tensor))

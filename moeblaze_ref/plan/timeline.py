@@ -31,12 +31,34 @@ class Instant:
 
 
 @dataclass(frozen=True)
-class Resident:
-    """What is there during the whole step, and what the optimizer adds."""
+class Work:
+    """A part on one GPU, and the step that it sees."""
 
-    held: Counter[str]  #: bytes by kind: weights, the optimizer's states, ...
-    bytes_per_gradient: int  #: of one number
-    optimizer_work: int  #: bytes beside all this in the optimizer's step
+    part: Part
+    step: Step
+    layer: int | None  #: number of its layer; None before and after the layers
+    gradients: int  #: bytes of its weights' gradients, as they are held
+    forward: int = 0  #: bytes beside its own tensors in the forward: the residual stream, gathered weights, ...
+    backward: int = 0  #: the same in the backward
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """What it keeps."""
+        return self.part.kept(self.step)
+
+    @property
+    def where(self) -> str:
+        """The part in words."""
+        return self.part.kind if self.layer is None else f"{self.part.kind} of layer {self.layer}"
+
+
+@dataclass(frozen=True)
+class Resident:
+    """What is there during the whole step."""
+
+    held: Counter[str]  #: bytes by kind
+    gradients: bool = False  #: whether all gradients are there from the start, to be added to
+    optimizer_work: int = 0  #: bytes beside all this in the optimizer's step
 
 
 def size_of(tensors: Sequence[Tensor]) -> int:
@@ -44,39 +66,34 @@ def size_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.bytes for tensor in tensors)
 
 
-def timeline(parts: Sequence[Part], step: Step, resident: Resident, stream: int) -> Iterator[Instant]:
-    """Yield the moments of a step, the gradients being none when it begins.
+def timeline(work: Sequence[Work], resident: Resident) -> Iterator[Instant]:
+    """Yield the moments of a step.
 
     Parameters
     ----------
-    parts : sequence of Part
+    work : sequence of Work
         In the order of the forward.
-    step : Step
     resident : Resident
-    stream : int
-        Bytes of the residual stream, one vector a token, which goes from part to part.
 
     Yields
     ------
     Instant
     """
     held = Counter(resident.held)
-    for part in parts:
-        held[part.kind] += size_of(part.kept(step))
-        for moment in part.forward(step):
-            yield _instant("forward", part, held, size_of(moment.beside) + stream)
-    for part in reversed(parts):
-        kept = part.kept(step)
-        gradients = resident.bytes_per_gradient * sum(weight.count for weight in part.weights() if weight.trained)
-        for moment in part.backward(step):
-            now = held.copy()
-            now[part.kind] -= size_of([tensor for tensor in kept if tensor.name in moment.freed])
+    if resident.gradients:
+        held[GRADIENTS] += sum(one.gradients for one in work)
+    for one in work:
+        held[one.part.kind] += size_of(one.kept)
+        for moment in one.part.forward(one.step):
+            passing = Counter({PASSING: size_of(moment.beside) + one.forward})
+            yield Instant("forward", one.where, held + passing)
+    for one in reversed(work):
+        kept, gradients = one.kept, 0 if resident.gradients else one.gradients
+        for moment in one.part.backward(one.step):
+            now = held + Counter({PASSING: size_of(moment.beside) + one.backward})
+            now[one.part.kind] -= size_of([tensor for tensor in kept if tensor.name in moment.freed])
             now[GRADIENTS] += gradients * moment.gradients
-            yield _instant("backward", part, now, size_of(moment.beside) + 2 * stream)
-        held[part.kind] -= size_of(kept)
+            yield Instant("backward", one.where, now)
+        held[one.part.kind] -= size_of(kept)
         held[GRADIENTS] += gradients
     yield Instant("optimizer", "all weights", held + Counter({PASSING: resident.optimizer_work}))
-
-
-def _instant(phase: str, part: Part, held: Counter[str], passing: int) -> Instant:
-    return Instant(phase, part.kind, held + Counter({PASSING: passing}))

@@ -1,0 +1,213 @@
+"""A training run in all that decides its bytes, and what one GPU of it holds."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import ITEMSIZE
+from moeblaze_ref.plan import recipes, shares
+from moeblaze_ref.plan.checkpoints import Checkpointed, checkpointed_model
+from moeblaze_ref.plan.configs import Model
+from moeblaze_ref.plan.experts import GroupedExperts
+from moeblaze_ref.plan.parts import Part, Step, Weight
+from moeblaze_ref.plan.shares import Parallel
+from moeblaze_ref.plan.timeline import Instant, Resident, Work, size_of, timeline
+
+WEIGHTS, MASTER, STATES = "weights", "float32 weights", "optimizer states"
+BUFFERS = "communication buffers"
+OFFLOADS = ("optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, its step, and how the run is set up.
+
+    Parameters
+    ----------
+    model : Model
+    step : Step
+        Of one micro batch, for one GPU of each data-parallel group.
+    recipe : str
+        One of ``recipes.RECIPES``.
+    parallel : Parallel
+    checkpoint : str
+        One of ``checkpoints.CHECKPOINTS``.
+    offload : tuple of str
+        What lies in the host's memory, of ``OFFLOADS``.
+    imbalance : float
+        Rows that the fullest GPU's experts get, as a multiple of an even share.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a name is unknown, or the model cannot be divided so.
+    """
+
+    model: Model
+    step: Step
+    recipe: str = "bf16-master"
+    parallel: Parallel = Parallel()
+    checkpoint: str = "none"
+    offload: tuple[str, ...] = ()
+    imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks.check_name("recipe", self.recipe, recipes.RECIPES)
+        for name in self.offload:
+            checks.check_name("offload", name, OFFLOADS)
+        checks.check_within("imbalance", self.imbalance, 1)
+
+    @cached_property
+    def stages(self) -> tuple["Stage", ...]:
+        """What a GPU of each stage of the pipeline has."""
+        step = replace(self.step, dtype=recipes.RECIPES[self.recipe].dtype)
+        whole = checkpointed_model(self.model, self.checkpoint)
+        models = shares.stages(whole, self.parallel)
+        firsts = accumulate((len(model.layers) for model in models), initial=0)
+        return tuple(
+            Stage(self, number, first, shares.on_one_gpu(model, self.parallel, self.imbalance), step)
+            for number, (first, model) in enumerate(zip(firsts, models, strict=False))
+        )
+
+    @cached_property
+    def worst(self) -> "Stage":
+        """The stage whose GPUs need most memory."""
+        return max(self.stages, key=lambda stage: stage.peak.bytes)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One GPU of a stage of the pipeline."""
+
+    run: Run
+    number: int
+    first_layer: int  #: number of its first layer in the model
+    model: Model  #: its share
+    step: Step
+
+    @property
+    def _recipe(self) -> recipes.Recipe:
+        return recipes.RECIPES[self.run.recipe]
+
+    @cached_property
+    def trained(self) -> tuple[tuple[Part, Weight], ...]:
+        """The weights here, each with its part."""
+        return tuple((part, weight) for part in _inner(self.model.parts) for weight in part.weights())
+
+    def _counts(self, from_zero: int) -> Iterator[tuple[Weight, int]]:
+        """Yield each trained weight and how many of its numbers lie here, if ZeRO divides from that stage on."""
+        for part, weight in self.trained:
+            copies = self.run.parallel.copies(part) if self.run.parallel.zero >= from_zero else 1
+            yield weight, -(-weight.count // copies)
+
+    @cached_property
+    def resident(self) -> Counter[str]:
+        """Bytes, by kind, of what is there during the whole step on the GPU."""
+        held: Counter[str] = Counter()
+        for _, count in self._counts(from_zero=3):
+            held[WEIGHTS] += recipes.weight_bytes(self._recipe, count)
+        if "optimizer" not in self.run.offload:
+            held += self.optimizer
+        held[BUFFERS] += self.buffers
+        return held
+
+    @cached_property
+    def optimizer(self) -> Counter[str]:
+        """Bytes of the optimizer's states and float32 weights, wherever they lie."""
+        held: Counter[str] = Counter()
+        for weight, count in self._counts(from_zero=1):
+            if weight.trained:
+                held[MASTER] += recipes.master_bytes(self._recipe, count)
+                held[STATES] += recipes.state_bytes(self._recipe, weight, count)
+        return held
+
+    def _gradients(self, part: Part) -> int:
+        zero = self.run.parallel.zero
+        return sum(
+            recipes.weight_bytes(self._recipe, -(-weight.count // (self.run.parallel.copies(one) if zero >= 2 else 1)))
+            for one in _inner([part])
+            for weight in one.weights()
+            if weight.trained
+        )
+
+    @cached_property
+    def stream(self) -> int:
+        """Bytes of the residual stream: one vector for each token of this GPU."""
+        own = self.step.divided(self.run.parallel.tensor)
+        return int(own.L) * self.model.d * ITEMSIZE[self.step.dtype]
+
+    @cached_property
+    def buffers(self) -> int:
+        """Bytes of buffers that are allocated once: rows to and from experts, and a pipeline's inputs and outputs."""
+        rows = max((self._routed_rows(part) for part in _inner(self.model.parts)), default=0)
+        experts = 2 * rows * self.model.d * ITEMSIZE[self.step.dtype] if self.run.parallel.expert > 1 else 0
+        ends = (self.number > 0) + (self.number < self.run.parallel.pipeline - 1)
+        return experts + ends * (self.in_flight + 1) * self.stream
+
+    def _routed_rows(self, part: Part) -> int:
+        if not isinstance(part, GroupedExperts):
+            return 0
+        return int(part.rows(self.step.divided(self.run.parallel.tensor)))
+
+    @property
+    def in_flight(self) -> int:
+        """Micro batches whose kept tensors are here at once."""
+        return self.run.parallel.in_flight(self.number)
+
+    @cached_property
+    def work(self) -> tuple[Work, ...]:
+        """Each part with its step, in the order of the forward."""
+        parallel, gathered = self.run.parallel, self.gathered
+        gradients = gathered if parallel.zero >= 2 else 0
+        return tuple(
+            Work(
+                part,
+                shares.step_of(part, self.step, parallel),
+                None if layer is None else layer + self.first_layer,
+                self._gradients(part),
+                self.stream + (gathered if parallel.zero == 3 else 0),
+                2 * self.stream + gradients + (gathered if parallel.zero == 3 else 0),
+            )
+            for layer, part in shares.layer_of(self.model)
+        )
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of whole weights, or of their gradients, while ZeRO gathers them: two layers, and all beside layers."""
+        layers = [self._whole(layer) for layer in self.model.layers]
+        return 2 * max(layers) + self._whole((*self.model.before, *self.model.after))
+
+    def _whole(self, parts: Sequence[Part]) -> int:
+        return sum(recipes.weight_bytes(self._recipe, weight.count) for part in parts for weight in part.weights())
+
+    @cached_property
+    def kept(self) -> Counter[str]:
+        """Bytes of one micro batch, by kind of part, that are kept from its forward to its backward."""
+        held: Counter[str] = Counter()
+        for one in self.work:
+            held[one.part.kind] += size_of(one.kept)
+        return held
+
+    @cached_property
+    def timeline(self) -> tuple[Instant, ...]:
+        """The moments of the step when most micro batches are in flight."""
+        held = Counter(self.resident)
+        for kind, number in self.kept.items():
+            held[kind] += (self.in_flight - 1) * number
+        largest = [count for _, count in self._counts(from_zero=1)]
+        work = recipes.work_bytes(self._recipe, largest)
+        return tuple(timeline(self.work, Resident(held, self.run.parallel.micro_batches > 1, work)))
+
+    @cached_property
+    def peak(self) -> Instant:
+        """The moment when most is held."""
+        return max(self.timeline, key=lambda instant: instant.bytes)
+
+
+def _inner(parts: Sequence[Part]) -> Iterator[Part]:
+    """Yield parts, and those of a checkpointed layer in its place."""
+    for part in parts:
+        yield from part.parts if isinstance(part, Checkpointed) else (part,)

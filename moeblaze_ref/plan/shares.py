@@ -1,0 +1,151 @@
+"""What one GPU of many holds of a model, and of a step.
+
+Data-parallel groups hold copies of a model. Tensor parallelism divides heads, widths and the vocabulary; where it
+divides nothing, it divides the tokens of a sequence (sequence parallelism, arXiv 2205.05198). Experts are divided among
+GPUs of the data-parallel and tensor-parallel groups. A pipeline divides the layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.plan.checkpoints import Checkpointed
+from moeblaze_ref.plan.configs import Model
+from moeblaze_ref.plan.experts import GroupedExperts
+from moeblaze_ref.plan.parts import Part, Step
+
+ZERO = {
+    0: "each GPU holds everything",
+    1: "divides the optimizer's states and the float32 weights",
+    2: "divides also the gradients",
+    3: "divides also the weights, which are gathered layer by layer (FSDP2)",
+}
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How many GPUs divide what.
+
+    Parameters
+    ----------
+    data, tensor, pipeline : int
+        GPUs in a group of each kind; their product is the number of GPUs.
+    expert : int
+        GPUs that divide the experts; divides data * tensor.
+    zero : int
+        What the data-parallel group divides, one of ``ZERO``.
+    micro_batches : int
+        Forwards and backwards before the optimizer's step.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a number is no integer of at least 1, if zero is none of 0 to 3, or if expert does not divide data * tensor.
+    """
+
+    data: int = 1
+    expert: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    zero: int = 0
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("data", "expert", "tensor", "pipeline", "micro_batches"):
+            checks.check_int(name, getattr(self, name), at_least=1)
+        checks.check_int("zero", self.zero, at_least=0, at_most=max(ZERO))
+        if (self.data * self.tensor) % self.expert:
+            raise ValueError(
+                f"expert is {self.expert}, but it must divide data * tensor, {self.data} * {self.tensor}: "
+                "the GPUs that hold one stage of the pipeline divide the experts"
+            )
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.data * self.tensor * self.pipeline
+
+    def copies(self, part: Part) -> int:
+        """GPUs that hold the same weights of a part, and may divide them among each other."""
+        return self.data * self.tensor // self.expert if part.by_expert else self.data
+
+    def in_flight(self, stage: int) -> int:
+        """Micro batches of which a stage holds what is kept, one forward and one backward in turn (1F1B)."""
+        return min(self.pipeline - stage, self.micro_batches)
+
+    @property
+    def bubble(self) -> float:
+        """The part of a step's time in which a stage waits, if all stages take as long."""
+        return (self.pipeline - 1) / (self.micro_batches + self.pipeline - 1)
+
+
+def stages(model: Model, parallel: Parallel) -> tuple[Model, ...]:
+    """The model of each stage of the pipeline: the layers in their order, the first stages with one more.
+
+    Raises
+    ------
+    ValueError
+        If there are more stages than layers.
+    """
+    count, layers = parallel.pipeline, len(model.layers)
+    if count > layers:
+        raise ValueError(f"pipeline is {count}, but {model.name} has {layers} layers, and each stage needs one")
+    sizes = [layers // count + (stage < layers % count) for stage in range(count)]
+    ends = list(accumulate(sizes))
+    return tuple(
+        replace(
+            model,
+            before=model.before if stage == 0 else model.everywhere,
+            layers=model.layers[end - size : end],
+            after=model.after if stage == count - 1 else (),
+        )
+        for stage, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    )
+
+
+def on_one_gpu(model: Model, parallel: Parallel, imbalance: float = 1.0) -> Model:
+    """The model with the share of each part that one GPU of a stage has.
+
+    Its experts get ``imbalance`` times an even share of the routed rows.
+
+    Raises
+    ------
+    ValueError
+        If heads, widths, experts or the vocabulary cannot be divided so.
+    """
+
+    def share(parts: Sequence[Part]) -> tuple[Part, ...]:
+        return tuple(uneven(part.share(parallel.tensor, parallel.expert), imbalance) for part in parts)
+
+    return replace(
+        model,
+        before=share(model.before),
+        layers=tuple(share(layer) for layer in model.layers),
+        after=share(model.after),
+    )
+
+
+def uneven(part: Part, imbalance: float) -> Part:
+    """Return a part whose experts get so many times their even share of rows."""
+    if isinstance(part, Checkpointed):
+        return replace(part, parts=tuple(uneven(one, imbalance) for one in part.parts))
+    return replace(part, imbalance=imbalance) if isinstance(part, GroupedExperts) else part
+
+
+def step_of(part: Part, step: Step, parallel: Parallel) -> Step:
+    """The step that a part of one GPU sees: all tokens, or its share of each sequence.
+
+    Raises
+    ------
+    ValueError
+        If the sequence cannot be divided so.
+    """
+    return step.divided(parallel.tensor) if part.by_token else step
+
+
+def layer_of(model: Model) -> Iterator[tuple[int | None, Part]]:
+    """Yield each part with the number of its layer, None before and after the layers."""
+    yield from ((None, part) for part in model.before)
+    yield from ((number, part) for number, layer in enumerate(model.layers) for part in layer)
+    yield from ((None, part) for part in model.after)
