@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.core.config import ITEMSIZE, POLICIES, MoEConfig
+from moeblaze_ref.core.config import ITEMSIZE, POLICIES, MoEConfig, even_counts
 from moeblaze_ref.core.units import GB
 from moeblaze_ref.memory.rows import capacity_rows
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR, MAX, capacity_for, check_factor
@@ -331,9 +331,8 @@ def largest_tokens(
 
 
 def uniform_counts(config: MoEConfig) -> tuple[int, ...]:
-    """Rows of each expert when L * k rows spread as evenly as integers allow; the first experts get the rest."""
-    share, rest = divmod(config.R, config.E)
-    return (share + 1,) * rest + (share,) * (config.E - rest)
+    """The `even_counts` of the L * k routed rows."""
+    return even_counts(config.R, config.E)
 
 
 def dropped_and_padded(counts: Sequence[int], capacity: int) -> tuple[int, int]:

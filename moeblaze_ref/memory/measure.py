@@ -39,7 +39,7 @@ class SavedStorages(saved_tensors_hooks):
     def __init__(self, exclude: Iterable[Tensor] = ()):
         # The storages themselves are held: a freed one's address could be given to the next.
         self._saved: dict[int, tuple[torch.UntypedStorage, KeptStorage]] = {}
-        excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+        excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
         # No bound method: it would tie self, and with it the storages, into a reference cycle.
         super().__init__(partial(_record, self._saved, excluded), lambda tensor: tensor)
 
@@ -61,10 +61,10 @@ class SavedStorages(saved_tensors_hooks):
 def _record(saved, excluded, tensor):
     """The hook that autograd calls with every tensor that it saves."""
     storage = tensor.untyped_storage()
-    address = storage.data_ptr()
-    if address not in excluded and address not in saved:
+    place = storage._cdata  # also of a storage without memory
+    if place not in excluded and place not in saved:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        saved[address] = storage, KeptStorage(tuple(tensor.shape), dtype, storage.nbytes())
+        saved[place] = storage, KeptStorage(tuple(tensor.shape), dtype, storage.nbytes())
     return tensor.detach()  # an operator that saves its own result would hold itself, and never be freed
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,11 @@ _DTYPES = {
 
 # What a parameter takes: a tensor's dtype, `TENSOR_MAP`, or the name of a number's dtype; and what converts a value.
 Taken = tuple[Any, Callable[[Any], Any]]
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Context in which products keep their operands' dtype; turning off what is off would cost as much as a launch."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class TensorBridge(Bridge):

@@ -1,0 +1,79 @@
+"""The kernels over tensors of torch's FakeTensorMode, which have a shape, a dtype and a device, but no memory.
+
+The stages' own code runs: it allocates what it allocates on a GPU, and launches what it launches there. A launch checks
+its arguments and does nothing. So an allocation is stated once, in the stage that makes it.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
+from moeblaze_ref.runtime.source import KernelSource, Module, Size
+from moeblaze_ref.runtime.tensor_map import TensorMap
+from moeblaze_ref.runtime.torch_executor import TensorBridge, TorchExecutor, without_autocast
+
+
+class FakeModule(Module):
+    """A kernel file that is read, and not compiled."""
+
+    def _run(self, kernel: str, grid: Size, block: Size, shared_bytes: int, values: Sequence[Any]) -> None:
+        """Do nothing: no tensor has memory to write."""
+
+
+class FakeExecutor(TorchExecutor):
+    """Stands for the executor of a device, whose versions and tiles the stages then choose.
+
+    On "cpu" that is the SIMT executor, on "cuda" the one of an H100 or H200, whichever GPU there is, if any.
+
+    Parameters
+    ----------
+    device : torch.device
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        on_gpu = device.type == "cuda"
+        self.name = "cuda" if on_gpu else SimtExecutor.name
+        self.capability = (9, 0) if on_gpu else SimtExecutor.capability
+        self.multiprocessors = 132 if on_gpu else SimtExecutor.multiprocessors
+        self.load = functools.cache(self._load)
+
+    def tensor_map(self, tensor: Tensor, box: tuple[int, ...]) -> TensorMap:
+        """Boxes of the tensor, checked and not encoded."""
+        return TensorMap(tensor, box)
+
+    def check(self, file: str) -> None:
+        """Accept any file: none runs."""
+
+    def _load(self, file: str, text: str | None = None, **constants: Any) -> FakeModule:
+        """Read ``kernels_cuda/<file>`` (or ``text`` in its place), once."""
+        return FakeModule(KernelSource.read(file, constants, text))
+
+
+_executor_for = functools.cache(FakeExecutor)  # of a device
+
+
+class FakeBridge(TensorBridge):
+    """Bridge to a `FakeExecutor`.
+
+    Parameters
+    ----------
+    like : FakeTensor
+        A tensor of the mode and on the device.
+    """
+
+    def __init__(self, like: FakeTensor):
+        self.executor = _executor_for(like.device)
+        self._mode = like.fake_mode
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context in which new tensors have no memory either, in a backward outside the mode too."""
+        with without_autocast(self.executor.device.type), self._mode:
+            yield
