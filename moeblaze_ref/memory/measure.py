@@ -108,9 +108,14 @@ def peak_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> 
     The arguments are those of `kept_bytes`, and count from their first use. What an operator allocates and frees within
     itself is not seen, nor is what an allocator adds; on a GPU, torch.cuda.max_memory_allocated sees both.
     """
+    return max(live_bytes(fn, *args, exclude=exclude), default=0)
+
+
+def live_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> list[int]:
+    """The bytes of storages alive whenever an operator of ``fn(*args)`` has brought a new one; see `peak_bytes`."""
     with _LiveStorages(_parameters(fn) if exclude is None else exclude) as live:
         fn(*args)
-    return live.peak
+    return live.bytes
 
 
 def _parameters(fn):
@@ -124,15 +129,17 @@ class _LiveStorages(TorchDispatchMode):
         super().__init__()
         self._excluded = {StorageWeakRef(tensor.untyped_storage()) for tensor in exclude}
         self._alive: dict[StorageWeakRef, int] = {}
-        self.peak = 0
+        self.bytes: list[int] = []  # after each operator that brings a new storage
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
+        known = len(self._alive)
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, Tensor):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 if storage not in self._excluded:
                     self._alive[storage] = tensor.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(self._alive.values()))
+        if len(self._alive) > known:
+            self.bytes.append(sum(self._alive.values()))
         return result

@@ -14,7 +14,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.runtime import torch_bridge
 from moeblaze_ref.runtime.declarations import TENSOR_MAP, Parameter
 from moeblaze_ref.runtime.source import KernelSource, Module, checked_sizes
-from moeblaze_ref.runtime.tensor_map import EncodedMap, Layout, check_layout
+from moeblaze_ref.runtime.tensor_map import EncodedMap, Layout, TensorMap, check_layout
 from moeblaze_ref.runtime.torch_bridge import Bridge
 
 SHORT_DEPTH = 256  # of products that a library never splits into parts, whose narrow results it would then add
@@ -50,9 +50,13 @@ class TorchExecutor:
         """The dense product, summed in float32 and rounded once."""
         if left.dtype == _DTYPES[dtype] and (dtype == "float32" or left.shape[1] <= SHORT_DEPTH):
             return torch.mm(left, right)
-        return torch.mm(left, right, out_dtype=torch.float32).to(_DTYPES[dtype])
+        return self.wide_product(left, right).to(_DTYPES[dtype])
 
-    def tensor_map(self, tensor: Tensor, box: tuple[int, ...]) -> EncodedMap:
+    def wide_product(self, left: Tensor, right: Tensor) -> Tensor:
+        """The dense product in float32, which torch has of narrow operands on a GPU alone."""
+        return torch.mm(left, right, out_dtype=torch.float32)
+
+    def tensor_map(self, tensor: Tensor, box: tuple[int, ...]) -> EncodedMap | TensorMap:
         """Boxes of the tensor as a kernel takes them, encoded once for each place and layout."""
         return self._tensor_map(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box)
 

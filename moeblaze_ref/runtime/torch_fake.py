@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource, Module, Size
@@ -64,16 +63,16 @@ class FakeBridge(TensorBridge):
 
     Parameters
     ----------
-    like : FakeTensor
+    like : torch._subclasses.FakeTensor
         A tensor of the mode and on the device.
     """
 
-    def __init__(self, like: FakeTensor):
+    def __init__(self, like: Any):
         self.executor = _executor_for(like.device)
-        self._mode = like.fake_mode
+        self._device, self._mode = like.device, like.fake_mode
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context in which new tensors have no memory either, in a backward outside the mode too."""
-        with without_autocast(self.executor.device.type), self._mode:
+        with without_autocast(self._device.type), self._mode:
             yield

@@ -1,0 +1,259 @@
+"""The layers on tensors without memory allocate, keep and free what they do where kernels run."""
+
+import pytest
+import torch
+from over_tensors import BridgeOverTensors
+from test_kernel_layers import EACH_POLICY
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch_layers import SIZES, L, loss_of, make_layer, make_x
+
+from moeblaze_ref.core.config import ACTIVATIONS, even_counts
+from moeblaze_ref.memory import measure
+from moeblaze_ref.nn import torch_node
+from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
+from moeblaze_ref.runtime.torch_fake import FakeBridge, FakeExecutor, FakeModule
+
+of_each_policy = pytest.mark.parametrize(("system", "options"), EACH_POLICY, ids=str)
+of_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+of_each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+def make(system, dtype=torch.float32, **options):
+    """A layer, an input, and the router's choice for it: as many rows for each expert as integers allow."""
+    layer, x = make_layer(system, dtype=dtype, **options), make_x(dtype=dtype)
+    chosen = measure.routing_of(even_counts(L * SIZES["k"], SIZES["E"]), SIZES["k"])
+    with torch.no_grad():
+        layer.wg.copy_(torch.eye(*layer.wg.shape))
+        x.zero_()[:, : SIZES["E"]] = torch.zeros(L, SIZES["E"]).scatter_(1, chosen.long(), 1.0)
+    return layer, x, chosen
+
+
+def make_fake(system, dtype=torch.float32, **options):
+    """The same under FakeTensorMode; only its sizes matter."""
+    x = torch.empty(L, SIZES["d"], dtype=dtype, requires_grad=True)
+    return make_layer(system, dtype=dtype, **options), x, torch.empty(L, SIZES["k"], dtype=torch.int32)
+
+
+# What is kept
+
+
+def kept(system, **options):
+    return measure.kept_storages(*make(system, **options)[:2])
+
+
+def kept_without_memory(system, **options):
+    with FakeTensorMode():
+        return measure.kept_storages(*make_fake(system, **options)[:2])
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@of_each_activation
+@of_each_policy
+def test_the_same_storages_are_kept(system, options, activation, renormalize):
+    options = options | {"activation": activation, "renormalize": renormalize}
+    found = kept_without_memory(system, **options)
+    assert found == kept(system, **options) and found
+
+
+@of_each_dtype
+@of_each_policy
+def test_they_are_kept_in_each_dtype(system, options, dtype):
+    assert kept_without_memory(system, dtype=dtype, **options) == kept(system, dtype=dtype, **options)
+
+
+def saved_names(system, monkeypatch, **options):
+    """Names of what a system hands to autograd, besides x and the weights."""
+    names = []
+    by_name = FakeBridge.by_name
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeBridge, "by_name", lambda bridge, arrays: names.extend(arrays) or by_name(bridge, arrays))
+        kept_without_memory(system, **options)
+    return names
+
+
+@of_each_policy
+def test_one_tensor_less_is_seen(system, options, monkeypatch):
+    """Those that the node itself reads by name, or takes out, cannot be left out."""
+    expected, by_name = kept(system, **options), FakeBridge.by_name
+    read = {"x", "token_expert_indices", "rows", "padded_offsets", "slots", "y_swi"}
+    lost = [name for name in saved_names(system, monkeypatch, **options) if name not in read]
+    assert len(lost) > 3
+    for name in lost:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                FakeBridge,
+                "by_name",
+                lambda bridge, arrays, name=name: by_name(bridge, {n: a for n, a in arrays.items() if n != name}),
+            )
+            assert kept_without_memory(system, **options) != expected, name
+
+
+# What lives when
+
+
+def gradients(of, layer, x, **options):
+    return torch.autograd.grad(of, [x, *layer.parameters()], **options)
+
+
+def of_the_output(layer, x, chosen):
+    return gradients(layer(x).out.sum(), layer, x)
+
+
+def of_everything(layer, x, chosen):
+    return gradients(loss_of(layer(x)), layer, x)
+
+
+def retained(layer, x, chosen):
+    return gradients(layer(x).out.sum(), layer, x, retain_graph=True)
+
+
+def replayed(layer, x, chosen):
+    return gradients(layer(x, chosen).out.sum(), layer, x)
+
+
+def under_autocast(layer, x, chosen):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return of_everything(layer, x, chosen)
+
+
+def of_x_alone(layer, x, chosen):
+    return torch.autograd.grad(layer(x).out.sum(), x)
+
+
+def of_w1_and_wg(layer, x, chosen):
+    return torch.autograd.grad(layer(x).out.sum(), [layer.w1, layer.wg])
+
+
+def forward_alone(layer, x, chosen):
+    with torch.no_grad():
+        return layer(x).out
+
+
+STEPS = (of_the_output, of_everything, retained, replayed, under_autocast, of_x_alone, of_w1_and_wg, forward_alone)
+
+
+def lifetimes(step, layer, x, chosen):
+    """Bytes alive at each allocation, beside the operands, which are there all the time."""
+    return measure.live_bytes(step, layer, x, chosen, exclude=(x, chosen, *layer.parameters()))
+
+
+def lifetimes_without_memory(step, system, **options):
+    with FakeTensorMode():
+        return lifetimes(step, *make_fake(system, **options))
+
+
+@pytest.fixture
+def over_tensors(monkeypatch):
+    """Torch allocates what the layer asks for, as on a GPU; a CPU's own bridge has numpy do it, which torch does not
+    see.
+    """
+    monkeypatch.setattr(torch_node, "bridge_to", lambda device: BridgeOverTensors())
+
+
+@pytest.mark.usefixtures("over_tensors")
+@pytest.mark.parametrize("step", STEPS)
+@of_each_policy
+def test_each_tensor_lives_as_long(system, options, step):
+    found = lifetimes_without_memory(step, system, **options)
+    assert found == lifetimes(step, *make(system, **options)) and len(found) > 10
+
+
+@pytest.mark.usefixtures("over_tensors")
+@pytest.mark.parametrize("renormalize", [False, True])
+@of_each_activation
+@of_each_policy
+def test_it_lives_as_long_with_each_option(system, options, activation, renormalize):
+    options = options | {"activation": activation, "renormalize": renormalize, "dtype": torch.bfloat16}
+    found = lifetimes_without_memory(of_everything, system, **options)
+    assert found == lifetimes(of_everything, *make(system, **options))
+
+
+@pytest.mark.usefixtures("over_tensors")
+@of_each_policy
+def test_a_temporary_that_is_smaller_or_that_lives_longer_is_seen(system, options, monkeypatch):
+    expected = lifetimes(of_the_output, *make(system, **options))
+    empty, longer = FakeExecutor.empty, []
+
+    def smaller(executor, shape, dtype):
+        return empty(executor, (1,) if shape == (SIZES["E"],) else shape, dtype)
+
+    def held(executor, shape, dtype):
+        longer.append(empty(executor, shape, dtype))
+        return longer[-1]
+
+    for fault in (smaller, held):
+        monkeypatch.setattr(FakeExecutor, "empty", fault)
+        monkeypatch.setattr(FakeModule, "launch", lambda *_, **__: None)  # it would refuse the smaller one
+        assert lifetimes_without_memory(of_the_output, system, **options) != expected
+
+
+def watched(monkeypatch, executor, module):
+    """What such an executor is asked for from now on: arrays with shape and dtype, launches with grid and block."""
+    asked = []
+
+    def witness(owner, name, noted):
+        function = getattr(owner, name)
+
+        def call(self, *arguments):
+            asked.append(noted(arguments))
+            return function(self, *arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("empty", "full"):
+        witness(executor, name, lambda arguments: (tuple(map(int, arguments[0])), *arguments[1:]))
+    witness(module, "_run", lambda arguments: arguments[:4])
+    return asked
+
+
+@of_each_dtype
+@of_each_policy
+def test_the_executor_of_the_cpu_is_asked_for_the_same(system, options, dtype, monkeypatch):
+    """Also where arrays are numpy's: the same arrays and launches in the same order, forward and backward."""
+    expected = watched(monkeypatch, SimtExecutor, SimtModule)
+    of_everything(*make(system, dtype=dtype, **options))
+    with FakeTensorMode():
+        operands = make_fake(system, dtype=dtype, **options)
+        found = watched(monkeypatch, FakeExecutor, FakeModule)
+        of_everything(*operands)
+    assert found == expected and len(found) > 40
+
+
+# The layer's company
+
+
+def test_a_backward_outside_the_mode_has_no_memory_either():
+    with FakeTensorMode():
+        layer, x, _ = make_fake("moeblaze")
+        out = layer(x).out
+    out.sum().backward()
+    for leaf in (x, *layer.parameters()):
+        assert hasattr(leaf.grad, "fake_mode") and leaf.grad.shape == leaf.shape
+
+
+def test_the_versions_for_a_hopper_gpu_run_too():
+    """On a CPU by name, where a GPU has them by default: the rows of d_x and y are in two halves."""
+    sizes = {"d": 1024, "h": 256, "E": 8, "k": 4}
+    with FakeTensorMode():
+        layer = make_layer(**sizes, dtype=torch.bfloat16, version="7_persistent")
+        x = torch.empty(16_384, 1024, dtype=torch.bfloat16, requires_grad=True)
+        halves = max(lifetimes(of_the_output, layer, x, x))
+        layer.version = "3_mma"
+        whole = max(lifetimes(of_the_output, layer, x, x))
+    assert halves < whole
+
+
+def test_a_launch_checks_its_arguments_without_memory(monkeypatch):
+    empty = FakeExecutor.empty
+    with FakeTensorMode():
+        layer, x, _ = make_fake("moeblaze")
+        monkeypatch.setattr(FakeExecutor, "empty", lambda executor, shape, dtype: empty(executor, shape, "float16"))
+        with pytest.raises(TypeError, match="argument probs of kernel softmax_top_k has dtype torch.float16, but it"):
+            layer(x)
+
+
+def test_a_layer_says_what_would_have_run_it():
+    with FakeTensorMode():
+        layer, x, _ = make_fake("megablocks")
+        layer(x)
+    assert layer.executor == "simt"
