@@ -1,13 +1,17 @@
 """The MoE layer of a transformer in parts: its router, and its experts in plain torch as transformers 5.23 has them.
 
+`MoEBlock` has a layer of `nn` in the place of both.
+
 Symbols as in `parts`: L tokens, d model width, h expert width, E experts, k experts per token, R = L * k routed rows.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moeblaze_ref.memory.accounting import Size, Tensor
-from moeblaze_ref.plan.parts import Step, Weight
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.memory.accounting import Account, Size, Tensor, account
+from moeblaze_ref.plan.parts import Part, Step, Weight
 
 # What a router makes of the logits.
 SCORES = {
@@ -118,3 +122,57 @@ class DenseExperts:
             Tensor("act", (rows, h), step.dtype),
             Tensor("y_swi", (rows, h), step.dtype),
         )
+
+
+# Of `memory.accounting`, those whose layers are compared with torch in a whole model.
+SYSTEMS = ("moeblaze", "megablocks", "megablocks_memory_optimized")
+
+
+@dataclass(frozen=True)
+class MoEBlock:
+    """A layer of `nn` in the place of router and experts (`nn.replace_moe_blocks`), as `memory.accounting` counts it.
+
+    Raises
+    ------
+    ValueError
+        If the system is not one of ``SYSTEMS``, or as `memory.accounting.account`.
+    """
+
+    d: int
+    h: int
+    E: int
+    k: int
+    system: str
+    policy: str | None = None  #: what `moeblaze` saves, one of ``config.POLICIES``; the others have none
+    kind: ClassVar[str] = "experts"
+
+    def __post_init__(self) -> None:
+        checks.check_name("system", self.system, SYSTEMS)
+        self._account(tokens=1)  # raises
+
+    def _account(self, tokens: int, dtype: str = "bfloat16") -> Account:
+        """Return the account of a step, whose routed rows spread evenly: `megablocks` pads each expert's rows."""
+        return account(MoEConfig(tokens, self.d, self.h, self.E, self.k, dtype=dtype), self.system, self.policy)
+
+    @classmethod
+    def of(cls, router: Router, experts: Part, system: str, policy: str | None) -> "MoEBlock":
+        """Return the block of such a router and experts.
+
+        Raises
+        ------
+        ValueError
+            If they compute what no layer of `nn` does.
+        """
+        plain = Router(router.d, router.E, router.k, renormalize=router.renormalize)
+        if router != plain or not isinstance(experts, GroupedExperts) or experts.clamped:
+            raise ValueError(f"no layer here takes the place of {router} and {experts}")
+        return cls(router.d, experts.h, router.E, router.k, system, policy)
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Return wg (d, E), w1, w2 (E, d, h) and w3 (E, h, d)."""
+        parts = Router(self.d, self.E, self.k), GroupedExperts(self.d, self.h, self.E, self.k)
+        return tuple(weight for part in parts for weight in part.weights())
+
+    def kept(self, step: Step) -> tuple[Tensor, ...]:
+        """Return what the layer saves, its input and its routing included."""
+        return tuple(tensor for tensor in self._account(int(step.L), step.dtype).tensors if tensor.kept)
