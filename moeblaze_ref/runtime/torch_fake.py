@@ -25,10 +25,23 @@ class FakeModule(Module):
         """Do nothing: no tensor has memory to write."""
 
 
+H100 = (9, 0), 132  # compute capability and multiprocessors
+
+
+def _stood_for(device: torch.device) -> tuple[str, tuple[int, int], int]:
+    """Return name, compute capability and multiprocessors of a device's executor."""
+    if device.type != "cuda":
+        return SimtExecutor.name, SimtExecutor.capability, SimtExecutor.multiprocessors
+    if not torch.cuda.is_available():
+        return "cuda", *H100
+    gpu = torch.cuda.get_device_properties(device)
+    return "cuda", (gpu.major, gpu.minor), gpu.multi_processor_count
+
+
 class FakeExecutor(TorchExecutor):
     """Stands for the executor of a device, whose versions and tiles the stages then choose.
 
-    On "cpu" that is the SIMT executor, on "cuda" the one of an H100 or H200, whichever GPU there is, if any.
+    On "cpu" that is the SIMT executor, on "cuda" that of the GPU, or of an H100 where there is none.
 
     Parameters
     ----------
@@ -37,10 +50,7 @@ class FakeExecutor(TorchExecutor):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        on_gpu = device.type == "cuda"
-        self.name = "cuda" if on_gpu else SimtExecutor.name
-        self.capability = (9, 0) if on_gpu else SimtExecutor.capability
-        self.multiprocessors = 132 if on_gpu else SimtExecutor.multiprocessors
+        self.name, self.capability, self.multiprocessors = _stood_for(device)
         self.load = functools.cache(self._load)
 
     def tensor_map(self, tensor: Tensor, box: tuple[int, ...]) -> TensorMap:
