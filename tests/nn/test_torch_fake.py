@@ -17,7 +17,8 @@ from without_memory import (
     of_the_output,
 )
 
-from moeblaze_ref.core.config import ACTIVATIONS
+from moeblaze_ref.core.config import ACTIVATIONS, preset
+from moeblaze_ref.memory.accounting import account, megablocks_step_account, step_account
 from moeblaze_ref.nn import torch_node
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.torch_fake import FakeBridge, FakeExecutor, FakeModule
@@ -25,6 +26,10 @@ from moeblaze_ref.runtime.torch_fake import FakeBridge, FakeExecutor, FakeModule
 of_each_policy = pytest.mark.parametrize(("system", "options"), EACH_POLICY, ids=str)
 of_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 of_each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+STEP_ACCOUNTS = {
+    "moeblaze": lambda config, version, policy: step_account(config, policy, version),
+    "megablocks": lambda config, version: megablocks_step_account(config),
+}
 
 
 # What is kept
@@ -152,6 +157,36 @@ def test_the_executor_of_the_cpu_is_asked_for_the_same(system, options, dtype, m
         found = watched(monkeypatch, FakeExecutor, FakeModule)
         of_everything(*operands)
     assert found == expected and len(found) > 40
+
+
+# At full size, where this machine has no memory for it
+
+
+def at_full_size(name, system):
+    """The configuration of a preset in bfloat16, and options for a layer of it."""
+    config = preset(name).config.replace(dtype="bfloat16")
+    sizes = {size: getattr(config, size) for size in SIZES} | {"activation": config.activation, "tokens": config.L}
+    return config, sizes | {"dtype": torch.bfloat16} | ({} if system == "moeblaze" else {"block": 128})
+
+
+@pytest.mark.parametrize("name", ["conf3", "mixtral", "qwen3"])
+@of_each_policy
+def test_at_full_size_a_layer_keeps_what_the_accounting_says(system, options, name):
+    config, sizes = at_full_size(name, system)
+    one = account(config, system, options.get("policy"))
+    found = kept_without_memory(system, **sizes, **options)
+    assert sorted(storage.bytes for storage in found) == sorted(tensor.bytes for tensor in one.tensors if tensor.kept)
+
+
+@pytest.mark.parametrize("name", ["conf3", "mixtral", "qwen3"])
+@pytest.mark.parametrize("version", ["3_mma", "7_persistent"])
+@pytest.mark.parametrize(("system", "options"), [one for one in EACH_POLICY if one[0] in STEP_ACCOUNTS], ids=str)
+def test_at_full_size_the_peak_of_a_step_is_the_accountings(system, options, version, name):
+    """But for the 4 bytes of each sum: of the output, and of the two losses, which no one uses."""
+    config, sizes = at_full_size(name, system)
+    found = max(lifetimes_without_memory(of_the_output, system, version=version, **sizes, **options))
+    beside_x = STEP_ACCOUNTS[system](config, version, **options).peak_bytes - 2 * config.L * config.d
+    assert beside_x <= found <= beside_x + 12
 
 
 # The layer's company
