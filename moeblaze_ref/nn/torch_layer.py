@@ -174,6 +174,8 @@ class MoELayer(KernelMoE):
     which waits for the host, is faster as two graphs: `torch_graphs.graphed` makes them. Capture whole steps by
     `torch_capture.capture`: under ``torch.cuda.graph`` alone Python's garbage collector may invalidate the capture.
 
+    Under torch's FakeTensorMode no kernel runs, and all tensors are allocated, saved and freed as with memory.
+
     MoEBlaze, sections 3 and 5.
     """
 
