@@ -103,9 +103,17 @@ def test_each_tensor_lives_as_long(system, options, step):
 @of_each_activation
 @of_each_policy
 def test_it_lives_as_long_with_each_option(system, options, activation, renormalize):
-    options = options | {"activation": activation, "renormalize": renormalize, "dtype": torch.bfloat16}
+    options = options | {"activation": activation, "renormalize": renormalize}
     found = lifetimes_without_memory(of_everything, system, **options)
     assert found == lifetimes(of_everything, *make(system, **options))
+
+
+@pytest.mark.usefixtures("over_tensors")
+@of_each_dtype
+@of_each_policy
+def test_it_lives_as_long_in_each_dtype(system, options, dtype):
+    found = lifetimes_without_memory(of_everything, system, dtype=dtype, **options)
+    assert found == lifetimes(of_everything, *make(system, dtype=dtype, **options))
 
 
 @pytest.mark.usefixtures("over_tensors")
