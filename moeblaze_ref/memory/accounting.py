@@ -256,8 +256,8 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
         If the policy, one of ``config.POLICIES``, is unknown.
     """
     one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
-    tile = DEFAULTS.get(version)  # in whose columns the gates' gradients are summed, each a term
-    C = Size("C", gemm.gate_terms(version, config.h, tile))
+    # Tiles of columns, each of which leaves a part of the gates' gradients.
+    C = Size("C", gemm.gate_terms(version, config.h, DEFAULTS.get(version)))
     W = Size("W", gemm.parts_of_rows(version, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
     tensors = one.tensors if W == config.d else _y_in_parts(one.tensors, case.R, W)
     forward = _dying(tensors, _dies_at(case))

@@ -112,7 +112,7 @@ def peak_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> 
 
 
 def live_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> list[int]:
-    """The bytes of storages alive whenever an operator of ``fn(*args)`` has brought a new one; see `peak_bytes`."""
+    """The bytes of storages alive, after each operator of ``fn(*args)`` that made them more; see `peak_bytes`."""
     with _LiveStorages(_parameters(fn) if exclude is None else exclude) as live:
         fn(*args)
     return live.bytes
@@ -129,17 +129,17 @@ class _LiveStorages(TorchDispatchMode):
         super().__init__()
         self._excluded = {StorageWeakRef(tensor.untyped_storage()) for tensor in exclude}
         self._alive: dict[StorageWeakRef, int] = {}
-        self.bytes: list[int] = []  # after each operator that brings a new storage
+        self.bytes: list[int] = []  # after each operator that made them more
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
-        known = len(self._alive)
+        before = sum(self._alive.values())
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, Tensor):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 if storage not in self._excluded:
                     self._alive[storage] = tensor.untyped_storage().nbytes()
-        if len(self._alive) > known:
-            self.bytes.append(sum(self._alive.values()))
+        if (after := sum(self._alive.values())) > before:
+            self.bytes.append(after)
         return result

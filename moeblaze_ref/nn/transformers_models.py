@@ -43,12 +43,13 @@ def replace_moe_blocks(model: nn.Module, make: MoEFactory) -> None:
     Raises
     ------
     ValueError
-        If the model is of another family or has another activation.
+        If the model is of another family, has another activation, or adds noise to what its routers see.
     """
     config: Any = model.config
     checks.check_name("family of models", config.model_type, FAMILIES)
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act is {config.hidden_act!r}, but the layers replace blocks with 'silu' alone")
+    for name, value in {"hidden_act": "silu", "router_jitter_noise": 0.0}.items():
+        if getattr(config, name, value) != value:
+            raise ValueError(f"{name} is {getattr(config, name)!r}, but the layers replace blocks with {value!r} alone")
     for decoder_layer in model.model.layers:  # type: ignore[union-attr]  # of PreTrainedModel
         if hasattr(decoder_layer.mlp, "experts"):
             decoder_layer.mlp = MoEBlock(_layer_of(decoder_layer.mlp, make))

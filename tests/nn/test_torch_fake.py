@@ -4,7 +4,7 @@ import pytest
 import torch
 from over_tensors import BridgeOverTensors
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch_layers import EACH_POLICY, SIZES
+from torch_layers import EACH_POLICY, SIZES, make_layer
 from without_memory import (
     STEPS,
     kept,
@@ -18,8 +18,10 @@ from without_memory import (
 )
 
 from moeblaze_ref.core.config import ACTIVATIONS, preset
+from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account, megablocks_step_account, step_account
 from moeblaze_ref.nn import torch_node
+from moeblaze_ref.runtime import torch_fake
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.torch_fake import FakeBridge, FakeExecutor, FakeModule
 
@@ -48,6 +50,15 @@ def test_the_same_storages_are_kept(system, options, activation, renormalize):
 @of_each_policy
 def test_they_are_kept_in_each_dtype(system, options, dtype):
     assert kept_without_memory(system, dtype=dtype, **options) == kept(system, dtype=dtype, **options)
+
+
+@of_each_policy
+def test_of_no_tokens_as_little_is_kept(system, options):
+    x = torch.empty(0, SIZES["d"], requires_grad=True)
+    expected = measure.kept_storages(make_layer(system, **options), x)
+    with FakeTensorMode():
+        x = torch.empty(0, SIZES["d"], requires_grad=True)
+        assert measure.kept_storages(make_layer(system, **options), x) == expected
 
 
 def saved_names(system, monkeypatch, **options):
@@ -221,6 +232,7 @@ def test_the_versions_for_a_hopper_gpu_run_too():
 
 def test_without_a_gpu_tensors_of_one_stand_for_an_h100(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch_fake, "_executor_for", FakeExecutor)
     executor = FakeExecutor(torch.device("cuda"))
     assert (executor.name, executor.capability, executor.multiprocessors) == ("cuda", (9, 0), 132)
     with FakeTensorMode(), torch.no_grad():

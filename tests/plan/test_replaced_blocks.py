@@ -127,6 +127,7 @@ def test_what_no_layer_takes_the_place_of_is_refused(model, arguments, message):
     [
         ("deepseek-v3", {}, "unknown family of models 'deepseek_v3'"),
         (QWEN3, {"hidden_act": "gelu"}, "hidden_act is 'gelu', but the layers replace blocks with 'silu' alone"),
+        (MODELS["mixtral"], {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, but the layers replace"),
     ],
 )
 def test_a_model_of_another_kind_is_refused(name, fields, message):
