@@ -5,11 +5,13 @@ from contextlib import contextmanager
 
 import torch
 
+from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.nn.systems import SYSTEMS
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
 L = 37  # no tile divides it, and no block the groups of its rows
 OPTIONS = {name: {"block": 8} for name in ("megablocks", "megablocks_memory_optimized")}  # of a system, for these sizes
+EACH_POLICY = [("moeblaze", {"policy": policy}) for policy in POLICIES] + [(name, {}) for name in OPTIONS]
 
 
 def make_layer(system="moeblaze", seed=0, **options):
@@ -26,7 +28,7 @@ def make_x(*shape, seed=1, dtype=None, device="cpu"):
 
 def loss_of(result):
     """A scalar to which every output of a layer contributes."""
-    weights = torch.linspace(-1.0, 1.0, result.out.numel()).reshape(result.out.shape)
+    weights = torch.linspace(-1.0, 1.0, result.out.numel(), device=result.out.device).reshape(result.out.shape)
     losses = 0.7 * result.load_balancing_loss + 0.3 * result.router_z_loss
     return (result.out.float() * weights).sum() + losses
 

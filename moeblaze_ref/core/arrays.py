@@ -21,10 +21,15 @@ def size_of(array: Array) -> int:
     return math.prod(array.shape)
 
 
+def has_values(array: Array) -> bool:
+    """Whether it has memory: a tensor of torch's FakeTensorMode has none."""
+    return not hasattr(array, "fake_mode")
+
+
 def address_of(array: Array) -> int:
-    """Where an array begins, on its device."""
+    """Where an array begins, on its device; 0, which every alignment divides, if it has no memory."""
     if hasattr(array, "data_ptr"):  # torch's: the module does without importing torch
-        address: int = array.data_ptr()
+        address: int = 0 if hasattr(array, "fake_mode") else array.data_ptr()  # `has_values`, without a call
     else:
         address = array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr
     return address

@@ -36,6 +36,12 @@ def is_gated(activation: str) -> bool:
     return checks.check_name("activation", activation, ACTIVATIONS) in GATED_ACTIVATIONS
 
 
+def even_counts(rows: int, num_experts: int) -> tuple[int, ...]:
+    """Rows of each expert when they spread as evenly as integers allow; the first experts get the rest."""
+    share, rest = divmod(rows, num_experts)
+    return (share + 1,) * rest + (share,) * (num_experts - rest)
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """The shape of one MoE layer and of the step that runs through it.

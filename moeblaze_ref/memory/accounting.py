@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.backends.raw_cuda.tiles import DEFAULTS
 from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.core.config import ITEMSIZE, POLICIES, MoEConfig
+from moeblaze_ref.core.config import ITEMSIZE, POLICIES, MoEConfig, even_counts
 from moeblaze_ref.core.units import GB
 from moeblaze_ref.memory.rows import capacity_rows
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR, MAX, capacity_for, check_factor
@@ -247,7 +248,7 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     the step ends, and ``peak_bytes`` is the step's peak.
 
     The version, a tiled one of the expert stages, decides how many columns of y and of the rows of d_x exist at one
-    time.
+    time. Its tile is the default one: a GPU's own table of tiles may have another.
 
     Raises
     ------
@@ -255,7 +256,8 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
         If the policy, one of ``config.POLICIES``, is unknown.
     """
     one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
-    C = Size("C", gemm.gate_terms(version, config.h))  # tiles of columns, each leaves a share of the gates' gradients
+    # Tiles of columns, each of which leaves a part of the gates' gradients.
+    C = Size("C", gemm.gate_terms(version, config.h, DEFAULTS.get(version)))
     W = Size("W", gemm.parts_of_rows(version, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
     tensors = one.tensors if W == config.d else _y_in_parts(one.tensors, case.R, W)
     forward = _dying(tensors, _dies_at(case))
@@ -331,9 +333,8 @@ def largest_tokens(
 
 
 def uniform_counts(config: MoEConfig) -> tuple[int, ...]:
-    """Rows of each expert when L * k rows spread as evenly as integers allow; the first experts get the rest."""
-    share, rest = divmod(config.R, config.E)
-    return (share + 1,) * rest + (share,) * (config.E - rest)
+    """The `even_counts` of the L * k routed rows."""
+    return even_counts(config.R, config.E)
 
 
 def dropped_and_padded(counts: Sequence[int], capacity: int) -> tuple[int, int]:

@@ -39,7 +39,7 @@ class SavedStorages(saved_tensors_hooks):
     def __init__(self, exclude: Iterable[Tensor] = ()):
         # The storages themselves are held: a freed one's address could be given to the next.
         self._saved: dict[int, tuple[torch.UntypedStorage, KeptStorage]] = {}
-        excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+        excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
         # No bound method: it would tie self, and with it the storages, into a reference cycle.
         super().__init__(partial(_record, self._saved, excluded), lambda tensor: tensor)
 
@@ -61,10 +61,10 @@ class SavedStorages(saved_tensors_hooks):
 def _record(saved, excluded, tensor):
     """The hook that autograd calls with every tensor that it saves."""
     storage = tensor.untyped_storage()
-    address = storage.data_ptr()
-    if address not in excluded and address not in saved:
+    place = storage._cdata  # also of a storage without memory
+    if place not in excluded and place not in saved:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        saved[address] = storage, KeptStorage(tuple(tensor.shape), dtype, storage.nbytes())
+        saved[place] = storage, KeptStorage(tuple(tensor.shape), dtype, storage.nbytes())
     return tensor.detach()  # an operator that saves its own result would hold itself, and never be freed
 
 
@@ -108,9 +108,14 @@ def peak_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> 
     The arguments are those of `kept_bytes`, and count from their first use. What an operator allocates and frees within
     itself is not seen, nor is what an allocator adds; on a GPU, torch.cuda.max_memory_allocated sees both.
     """
+    return max(live_bytes(fn, *args, exclude=exclude), default=0)
+
+
+def live_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> list[int]:
+    """The bytes of storages alive, after each operator of ``fn(*args)`` that made them more; see `peak_bytes`."""
     with _LiveStorages(_parameters(fn) if exclude is None else exclude) as live:
         fn(*args)
-    return live.peak
+    return live.bytes
 
 
 def _parameters(fn):
@@ -124,15 +129,17 @@ class _LiveStorages(TorchDispatchMode):
         super().__init__()
         self._excluded = {StorageWeakRef(tensor.untyped_storage()) for tensor in exclude}
         self._alive: dict[StorageWeakRef, int] = {}
-        self.peak = 0
+        self.bytes: list[int] = []  # after each operator that made them more
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
+        before = sum(self._alive.values())
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, Tensor):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 if storage not in self._excluded:
                     self._alive[storage] = tensor.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(self._alive.values()))
+        if (after := sum(self._alive.values())) > before:
+            self.bytes.append(after)
         return result

@@ -14,6 +14,7 @@ from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import KernelMoE, MoELayer, MoEModule, MoEOutput, keep_routing
 from moeblaze_ref.nn.torch_memory_optimized import MemoryOptimizedMoE
 from moeblaze_ref.nn.torch_sequential import SequentialMoE
+from moeblaze_ref.nn.transformers_models import replace_moe_blocks
 
 __all__ = [
     "SYSTEMS",
@@ -32,5 +33,6 @@ __all__ = [
     "graphed",
     "keep_routing",
     "oracle",
+    "replace_moe_blocks",
     "system",
 ]

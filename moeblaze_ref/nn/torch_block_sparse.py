@@ -96,6 +96,9 @@ class BlockSparseMoE(KernelMoE):
     (``memory.accounting`` states the bytes). act(a), which the published system leaves to autograd to keep, is computed
     again.
 
+    Under torch's FakeTensorMode no kernel runs, and all tensors are allocated, saved and freed as with memory. P is
+    then that of routed rows that spread over the experts as evenly as integers allow.
+
     MegaBlocks, sections 4 and 5.
     """
 

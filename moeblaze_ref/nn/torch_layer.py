@@ -17,6 +17,7 @@ from torch import Tensor
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.arrays import address_of, has_values
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import torch_node
@@ -92,7 +93,7 @@ class MoEModule(RoutedExperts):
         _check_tensors(x, weights, self)
         tokens, operands = _cast(x, weights)
         rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
-        if [tensor for tensor in (rows, *operands) if tensor is not None and tensor.data_ptr() % ALIGNMENT]:
+        if [tensor for tensor in (rows, *operands) if tensor is not None and address_of(tensor) % ALIGNMENT]:
             rows, operands = aligned(rows), [None if w is None else aligned(w) for w in operands]
         checks.check_routed_rows(rows.shape[0], self.k)
         replayed = _next_routing(rows.shape[0], self.k)
@@ -172,6 +173,8 @@ class MoELayer(KernelMoE):
     routing that is given, so once a step has compiled the kernels, a CUDA graph can capture the next. A small layer,
     which waits for the host, is faster as two graphs: `torch_graphs.graphed` makes them. Capture whole steps by
     `torch_capture.capture`: under ``torch.cuda.graph`` alone Python's garbage collector may invalidate the capture.
+
+    Under torch's FakeTensorMode no kernel runs, and all tensors are allocated, saved and freed as with memory.
 
     MoEBlaze, sections 3 and 5.
     """
@@ -281,14 +284,15 @@ def _cast(x: Tensor, weights: Weights) -> tuple[Tensor, Sequence[Tensor | None]]
 
 
 def _checked_routing(topk_experts: Tensor, x: Tensor, layer: MoEModule) -> Tensor:
-    """A routing given by the caller: this is the one place that looks at its values."""
+    """A routing given by the caller: this is the one place that looks at its values, if there are any."""
     checks.check_type("topk_experts", topk_experts, Tensor)
     if topk_experts.dtype != torch.int32:
         raise TypeError(f"topk_experts has dtype {topk_experts.dtype}, but it must be torch.int32")
     if topk_experts.device != x.device:
         raise ValueError(f"topk_experts is on {topk_experts.device}, but x is on {x.device}")
     checks.check_shape("topk_experts", topk_experts, {"L": x.numel() // x.shape[-1], "k": layer.k})
-    checks.check_topk_experts(topk_experts.cpu().numpy(), layer.wg.shape[1])
+    if has_values(x):
+        checks.check_topk_experts(topk_experts.cpu().numpy(), layer.wg.shape[1])
     return topk_experts.contiguous()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
+from moeblaze_ref.core.arrays import address_of, has_values
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn.torch_transforms import check_backward, refuse_forward_mode
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
@@ -74,9 +75,18 @@ def run(
     executor : str
         The name of the executor that ran the kernels.
     """
-    bridge = bridge_to(x.device)
+    bridge = _bridge_of(x)
     outputs = _Node.apply(system, layer, bridge, x, *weights, topk_experts)  # type: ignore[no-untyped-call]
     return outputs, bridge.executor.name
+
+
+def _bridge_of(x: Tensor) -> Bridge:
+    """Return the bridge of a tensor's device, or the one that runs no kernel if the tensor has no memory."""
+    if has_values(x):
+        return bridge_to(x.device)
+    from moeblaze_ref.runtime.torch_fake import FakeBridge
+
+    return FakeBridge(x)
 
 
 def has_backward(x: Tensor, weights: MoEWeights) -> bool:
@@ -86,7 +96,7 @@ def has_backward(x: Tensor, weights: MoEWeights) -> bool:
 
 def aligned(tensor: Tensor) -> Tensor:
     """Return the tensor, copied if its address is not a multiple of 16 bytes."""
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+    return tensor if address_of(tensor) % ALIGNMENT == 0 else tensor.clone()
 
 
 _LOSSES = ("d_load_balancing_loss", "d_router_z_loss")

@@ -4,14 +4,14 @@ Field names and defaults are those of transformers 5.23; a field without a defau
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.plan.attention import Attention, LatentAttention, SinkAttention
-from moeblaze_ref.plan.experts import DenseExperts, GroupedExperts, Router
+from moeblaze_ref.plan.experts import DenseExperts, GroupedExperts, MoEBlock, Router
 from moeblaze_ref.plan.parts import Embedding, Head, Mlp, Norm, Part, Rotary
 
 MODELS = Path(__file__).parent / "models"
@@ -37,6 +37,23 @@ class Model:
     def parts(self) -> tuple[Part, ...]:
         """All of them, in the order of the forward."""
         return (*self.before, *(part for layer in self.layers for part in layer), *self.after)
+
+    def in_system(self, system: str, policy: str | None = None) -> "Model":
+        """The model after `nn.replace_moe_blocks` with a layer of this system, one of ``experts.SYSTEMS``.
+
+        Raises
+        ------
+        ValueError
+            If the system or policy is unknown, or no layer of `nn` takes the place of the model's router and experts.
+        """
+        return replace(self, layers=tuple(tuple(_in_system(layer, system, policy)) for layer in self.layers))
+
+
+def _in_system(layer: tuple[Part, ...], system: str, policy: str | None) -> Iterator[Part]:
+    """A layer's parts, with a block for its router and the experts that follow."""
+    parts = iter(layer)
+    for part in parts:
+        yield MoEBlock.of(part, next(parts), system, policy) if isinstance(part, Router) else part
 
 
 class Fields:

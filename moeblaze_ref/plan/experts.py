@@ -1,5 +1,7 @@
 """The MoE layer of a transformer in parts: its router, and its experts in plain torch as transformers 5.23 has them.
 
+`MoEBlock` has a layer of `nn` in the place of both.
+
 Symbols as in `parts`: L tokens, d model width, h expert width, E experts, k experts per token, R = L * k routed rows.
 """
 
@@ -7,8 +9,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from moeblaze_ref.memory.accounting import Size, Tensor
-from moeblaze_ref.plan.parts import Moment, Step, Weight, divided
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import ITEMSIZE, MoEConfig
+from moeblaze_ref.memory.accounting import Account, Size, Tensor, account, megablocks_step_account, step_account
+from moeblaze_ref.plan.parts import Moment, Part, Step, Weight, divided
 
 # What a router makes of the logits.
 SCORES = {
@@ -202,3 +206,91 @@ class DenseExperts:
         if expert > 1:
             raise ValueError(f"expert is {expert}, but Llama 4's experts in transformers see all tokens: it must be 1")
         return self
+
+
+# Of `memory.accounting`, those whose layers are compared with torch in a whole model.
+SYSTEMS = ("moeblaze", "megablocks", "megablocks_memory_optimized")
+
+
+@dataclass(frozen=True)
+class MoEBlock:
+    """A layer of `nn` in the place of router and experts (`nn.replace_moe_blocks`), as `memory.accounting` counts it.
+
+    Raises
+    ------
+    ValueError
+        If the system is not one of ``SYSTEMS``, or as `memory.accounting.account`.
+    """
+
+    d: int
+    h: int
+    E: int
+    k: int
+    system: str
+    policy: str | None = None  #: what `moeblaze` saves, one of ``config.POLICIES``; the others have none
+    kind: ClassVar[str] = "experts"
+    by_token: ClassVar[bool] = True
+    by_expert: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        checks.check_name("system", self.system, SYSTEMS)
+        self._account(tokens=1)  # raises
+
+    def _account(self, tokens: int, dtype: str = "bfloat16") -> Account:
+        """Return the account of a step, whose routed rows spread evenly: `megablocks` pads each expert's rows."""
+        return account(self._config(tokens, dtype), self.system, self.policy)
+
+    def _config(self, tokens: int, dtype: str) -> MoEConfig:
+        return MoEConfig(tokens, self.d, self.h, self.E, self.k, dtype=dtype)
+
+    @classmethod
+    def of(cls, router: Router, experts: Part, system: str, policy: str | None) -> "MoEBlock":
+        """Return the block of such a router and experts.
+
+        Raises
+        ------
+        ValueError
+            If they compute what no layer of `nn` does.
+        """
+        plain = Router(router.d, router.E, router.k, renormalize=router.renormalize)
+        if router != plain or not isinstance(experts, GroupedExperts) or experts.clamped:
+            raise ValueError(f"no layer here takes the place of {router} and {experts}")
+        return cls(router.d, experts.h, router.E, router.k, system, policy)
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Return wg (d, E), w1, w2 (E, d, h) and w3 (E, h, d)."""
+        parts = Router(self.d, self.E, self.k), GroupedExperts(self.d, self.h, self.E, self.k)
+        return tuple(weight for part in parts for weight in part.weights())
+
+    def kept(self, step: Step) -> tuple[Tensor, ...]:
+        """Return what the layer saves, its input and its routing included."""
+        return tuple(tensor for tensor in self._account(int(step.L), step.dtype).tensors if tensor.kept)
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the most that the forward has alive."""
+        one = self._account(int(step.L), step.dtype)
+        return (_alive("forward", one.peak_bytes - one.kept_bytes),)
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the most that the step has alive, but for the gradients of the weights."""
+        kept = self._account(int(step.L), step.dtype).kept_bytes
+        gradients = sum(weight.count for weight in self.weights()) * ITEMSIZE[step.dtype]
+        return (_alive("backward", max(0, self._step_account(step).peak_bytes - kept - gradients)),)
+
+    def _step_account(self, step: Step) -> Account:
+        config = self._config(int(step.L), step.dtype)
+        return megablocks_step_account(config) if self.policy is None else step_account(config, self.policy)
+
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return nothing: torch does not see the products."""
+        return ()
+
+    def share(self, tensor: int, expert: int) -> "MoEBlock":
+        """Return the same; ValueError for several GPUs that divide the experts."""
+        if expert > 1:
+            raise ValueError(f"expert is {expert}, but a layer with {self.system} is counted on one GPU: it must be 1")
+        return self
+
+
+def _alive(where: str, number: int) -> Moment:
+    return Moment((Tensor(f"alive_in_{where}", (Size("bytes", number),), "bool"),))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.runtime import torch_bridge
 from moeblaze_ref.runtime.declarations import TENSOR_MAP, Parameter
 from moeblaze_ref.runtime.source import KernelSource, Module, checked_sizes
-from moeblaze_ref.runtime.tensor_map import EncodedMap, Layout, check_layout
+from moeblaze_ref.runtime.tensor_map import EncodedMap, Layout, TensorMap, check_layout
 from moeblaze_ref.runtime.torch_bridge import Bridge
 
 SHORT_DEPTH = 256  # of products that a library never splits into parts, whose narrow results it would then add
@@ -49,9 +50,13 @@ class TorchExecutor:
         """The dense product, summed in float32 and rounded once."""
         if left.dtype == _DTYPES[dtype] and (dtype == "float32" or left.shape[1] <= SHORT_DEPTH):
             return torch.mm(left, right)
-        return torch.mm(left, right, out_dtype=torch.float32).to(_DTYPES[dtype])
+        return self.wide_product(left, right).to(_DTYPES[dtype])
 
-    def tensor_map(self, tensor: Tensor, box: tuple[int, ...]) -> EncodedMap:
+    def wide_product(self, left: Tensor, right: Tensor) -> Tensor:
+        """The dense product in float32, which torch has of narrow operands on a GPU alone."""
+        return torch.mm(left, right, out_dtype=torch.float32)
+
+    def tensor_map(self, tensor: Tensor, box: tuple[int, ...]) -> EncodedMap | TensorMap:
         """Boxes of the tensor as a kernel takes them, encoded once for each place and layout."""
         return self._tensor_map(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box)
 
@@ -81,6 +86,11 @@ _DTYPES = {
 
 # What a parameter takes: a tensor's dtype, `TENSOR_MAP`, or the name of a number's dtype; and what converts a value.
 Taken = tuple[Any, Callable[[Any], Any]]
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Context in which products keep their operands' dtype; turning off what is off would cost as much as a launch."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class TensorBridge(Bridge):

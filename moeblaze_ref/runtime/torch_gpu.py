@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -15,7 +15,7 @@ from moeblaze_ref.runtime.parameters import ParameterMemory
 from moeblaze_ref.runtime.source import KernelSource, Size
 from moeblaze_ref.runtime.tensor_map import Layout
 from moeblaze_ref.runtime.torch_capture import without_collector_if_capturing
-from moeblaze_ref.runtime.torch_executor import TensorBridge, TensorModule, TorchExecutor
+from moeblaze_ref.runtime.torch_executor import TensorBridge, TensorModule, TorchExecutor, without_autocast
 
 Ready = tuple[driver.CUfunction, ParameterMemory]  # what a launch of one kernel needs
 
@@ -89,7 +89,7 @@ class GpuBridge(TensorBridge):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context on the tensors' device and torch's current stream; while that captures, no garbage collector runs."""
-        with _without_autocast(), cupy.cuda.Device(self._device.index):
+        with without_autocast("cuda"), cupy.cuda.Device(self._device.index):
             self._bind_thread()
             with without_collector_if_capturing():
                 yield
@@ -99,8 +99,3 @@ class GpuBridge(TensorBridge):
         if not hasattr(self._threads, "bound"):
             cupy.cuda.runtime.memGetInfo()
             self._threads.bound = True
-
-
-def _without_autocast() -> AbstractContextManager[object]:
-    """Context in which products keep their operands' dtype; turning off what is off would cost as much as a launch."""
-    return torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()

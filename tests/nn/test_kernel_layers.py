@@ -7,15 +7,12 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from torch_layers import L, all_equal, gradients, loss_of, make_layer, make_x, same_bits
+from torch_layers import EACH_POLICY, L, all_equal, gradients, loss_of, make_layer, make_x, same_bits
 
-from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.memory import measure
 from moeblaze_ref.nn.torch_layer import keep_routing
 
 SYSTEMS = ("moeblaze", "megablocks")
-EACH_POLICY = [("moeblaze", {"policy": policy}) for policy in POLICIES]
-EACH_POLICY += [("megablocks", {}), ("megablocks_memory_optimized", {})]
 
 of_both = pytest.mark.parametrize("system", SYSTEMS)
 of_each_policy = pytest.mark.parametrize(("system", "options"), EACH_POLICY, ids=str)

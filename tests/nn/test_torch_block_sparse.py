@@ -2,11 +2,11 @@
 
 import itertools
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from over_tensors import BridgeOverTensors
 from stages import alter
 from torch_layers import SIZES, L, gradients, loss_of, make_x, same_bits
 from torch_layers import make_layer as make_system
@@ -22,8 +22,6 @@ from moeblaze_ref.memory.waste import compare
 from moeblaze_ref.nn import systems, torch_node
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
-from moeblaze_ref.runtime.torch_bridge import to_numpy
-from moeblaze_ref.runtime.torch_executor import TensorBridge, TorchExecutor
 from moeblaze_ref.systems import megablocks
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import every_activation, relative_error
@@ -133,32 +131,6 @@ def test_it_is_the_same_layer_as_moeblaze(options):
     for name in expected:
         assert relative_error(found[name], expected[name]) < 1e-6, name
     assert torch.equal(ours(x).topk_experts, other(x).topk_experts)
-
-
-class SimtOverTensors(TorchExecutor):
-    """What a GPU has, torch's own tensors and products, with the kernels on the SIMT executor."""
-
-    name, capability = "simt", None
-
-    def __init__(self):
-        super().__init__(torch.device("cpu"))
-        self._simt = SimtExecutor(instrumented=False)
-
-    def load(self, file, **constants):
-        module = self._simt.load(file, **constants)
-
-        def launch(kernel, **arguments):
-            tensors = {name: to_numpy(value) for name, value in arguments.items() if torch.is_tensor(value)}
-            module.launch(kernel, **arguments | tensors)
-
-        return SimpleNamespace(launch=launch)
-
-    def matmul(self, left, right, dtype):
-        return self.cast(left.float() @ right.float(), dtype)
-
-
-class BridgeOverTensors(TensorBridge):
-    executor = SimtOverTensors()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,8 +11,8 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.core.arrays import dtype_of, size_of
-from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.arrays import dtype_of, has_values, size_of
+from moeblaze_ref.core.config import even_counts, is_gated
 from moeblaze_ref.core.contract import bodies, implements
 from moeblaze_ref.core.structures import EMPTY, Array, Dispatch, PaddedBins, Topology
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
@@ -38,7 +38,10 @@ TILES = (
 def pad(
     dispatch: Dispatch, block: int = BLOCK, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> PaddedBins:
-    """P, the sum of the padded groups, is known to the device alone: the host waits for it once, as MegaBlocks does."""
+    """P, the sum of the padded groups, is known to the device alone: the host waits for it once, as MegaBlocks does.
+
+    Arrays without memory have no groups: P is that of rows that spread over the experts as evenly as integers allow.
+    """
     block = int(block)  # a narrow integer of numpy would overflow
     checks.check_name("version of block_sparse", version, VERSIONS)
     executor = executor or executor_for(dispatch.expert_token_offsets)
@@ -46,7 +49,7 @@ def pad(
     padded_offsets = executor.empty((dispatch.E + 1,), "int32")
     groups = {"expert_token_offsets": dispatch.expert_token_offsets, "padded_offsets": padded_offsets}
     module.launch("pad_offsets", grid=1, block=gemm.THREADS, **groups, E=dispatch.E)
-    P = int(padded_offsets[-1])
+    P = int(padded_offsets[-1]) if has_values(padded_offsets) else _rows_if_even(dispatch, block)
     slots = executor.full((P,), "int32", EMPTY)
     rows = executor.empty((dispatch.R,), "int32")
     if dispatch.R:
@@ -61,6 +64,11 @@ def pad(
             R=dispatch.R,
         )
     return PaddedBins(padded_offsets, slots, rows, dispatch.k, block)
+
+
+def _rows_if_even(dispatch: Dispatch, block: int) -> int:
+    """The padded rows of an even routing."""
+    return block * sum(ceil_div(rows, block) for rows in even_counts(dispatch.R, dispatch.E))
 
 
 @implements(sparse_contracts.BUILD_TOPOLOGY, gemm.ARRAYS)
