@@ -231,7 +231,7 @@ class SinkAttention:
 
     def forward(self, step: Step) -> tuple[Moment, ...]:
         """Return one moment: the logits with the sinks, the same less the largest of each row, and two masks."""
-        masks = (Tensor(name, (step.S, step.S), step.dtype) for name in ("causal_mask", "window_mask"))
+        masks = (Tensor(name, (step.L, step.S), step.dtype) for name in ("causal_mask", "window_mask"))
         return (Moment((self._logits(step, "logits"), self._logits(step, "logits_shifted"), *masks)),)
 
     def backward(self, step: Step) -> tuple[Moment, ...]:

@@ -143,7 +143,7 @@ class GroupedExperts:
         d_x = Tensor("d_x_routed", (R, Size("d", self.d)), step.dtype)
         gone = tuple(tensor.name for tensor in self.kept(step) if tensor.name not in ("x_routed", "row_token"))
         before = self._of_rows(step, "d_y_in_order", "d_y_weighted", "d_y_products")
-        return (Moment(before, gradients=False), Moment((d_ab, d_x), gone))
+        return (Moment(before, gradients=0.0), Moment((d_ab, d_x), gone))
 
     def products(self, step: Step) -> tuple[Tensor, ...]:
         """Return (a, b) and y."""
@@ -195,7 +195,7 @@ class DenseExperts:
         d, h = self.d, self.h
         activation = self._of_rows(step, ("d_y", d), ("d_y_swi", h), ("d_a", h), ("d_b", h))
         after = self._of_rows(step, ("d_ab", 2 * h), ("d_x_weighted", d))
-        return (Moment(activation, gradients=False), Moment(after, ("ab", "act", "y_swi")))
+        return (Moment(activation, gradients=0.0), Moment(after, ("ab", "act", "y_swi")))
 
     def products(self, step: Step) -> tuple[Tensor, ...]:
         """Return nothing: batched products are computed again."""

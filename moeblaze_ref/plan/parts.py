@@ -101,7 +101,7 @@ class Moment:
 
     beside: tuple[Tensor, ...] = ()  #: tensors that are there for a while, beside what the part keeps
     freed: tuple[str, ...] = ()  #: kept tensors that are gone by now
-    gradients: bool = True  #: whether the gradients of the part's weights are there already
+    gradients: float = 1.0  #: how much of the gradients of the part's weights is there already
 
 
 class Part(Protocol):
@@ -351,7 +351,7 @@ class Head:
         """Return two moments: in the softmax, and in the products with the head's weight."""
         softmax = self._logits(step, "float32", "d_log_probabilities", "d_logits_float32")
         products = self._logits(step, step.dtype, "d_logits")
-        return (Moment(softmax, gradients=False), Moment(products, ("log_probabilities",)))
+        return (Moment(softmax, gradients=0.0), Moment(products, ("log_probabilities",)))
 
     def products(self, step: Step) -> tuple[Tensor, ...]:
         """Return nothing: it is in no layer."""

@@ -92,7 +92,7 @@ def timeline(work: Sequence[Work], resident: Resident) -> Iterator[Instant]:
         for moment in one.part.backward(one.step):
             now = held + Counter({PASSING: size_of(moment.beside) + one.backward})
             now[one.part.kind] -= size_of([tensor for tensor in kept if tensor.name in moment.freed])
-            now[GRADIENTS] += gradients * moment.gradients
+            now[GRADIENTS] += int(gradients * moment.gradients)
             yield Instant("backward", one.where, now)
         held[one.part.kind] -= size_of(kept)
         held[GRADIENTS] += gradients

@@ -114,7 +114,11 @@ def rows():
     """Each row of each part of each family: the family, the part's class, and the row's name."""
     for name in sorted(FAMILIES):
         parts = {type(part): part for part in configs.read(cut(name), name).parts}
-        yield from ((name, kind, row.name) for kind, part in parts.items() for row in part.kept(Step(1, 64, attention="cpu-flash")))
+        yield from (
+            (name, kind, row.name)
+            for kind, part in parts.items()
+            for row in part.kept(Step(1, 64, attention="cpu-flash"))
+        )
 
 
 def test_a_formula_without_one_of_its_rows_is_seen(monkeypatch):
