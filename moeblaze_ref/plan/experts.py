@@ -210,6 +210,7 @@ class DenseExperts:
 
 # Of `memory.accounting`, those whose layers are compared with torch in a whole model.
 SYSTEMS = ("moeblaze", "megablocks", "megablocks_memory_optimized")
+FORMULAS = ("sonicmoe", "megablocks_published")  # as their papers have them
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class MoEBlock:
     Raises
     ------
     ValueError
-        If the system is not one of ``SYSTEMS``, or as `memory.accounting.account`.
+        If the system is not one of ``SYSTEMS`` or ``FORMULAS``, or as `memory.accounting.account`.
     """
 
     d: int
@@ -233,7 +234,7 @@ class MoEBlock:
     by_expert: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checks.check_name("system", self.system, SYSTEMS)
+        checks.check_name("system", self.system, SYSTEMS + FORMULAS)
         self._account(tokens=1)  # raises
 
     def _account(self, tokens: int, dtype: str = "bfloat16") -> Account:
@@ -272,7 +273,13 @@ class MoEBlock:
         return (_alive("forward", one.peak_bytes - one.kept_bytes),)
 
     def backward(self, step: Step) -> tuple[Moment, ...]:
-        """Return one moment: the most that the step has alive, but for the gradients of the weights."""
+        """Return one moment: the most that the step has alive, but for the gradients of the weights.
+
+        Where no account of a whole step is, it is taken to be y_swi and the gradients of a, b and the routed rows.
+        """
+        if self.system in FORMULAS:
+            rows = int(step.L) * self.k * (3 * self.h + self.d)
+            return (_alive("backward", rows * ITEMSIZE[step.dtype]),)
         kept = self._account(int(step.L), step.dtype).kept_bytes
         gradients = sum(weight.count for weight in self.weights()) * ITEMSIZE[step.dtype]
         return (_alive("backward", max(0, self._step_account(step).peak_bytes - kept - gradients)),)

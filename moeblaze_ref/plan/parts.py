@@ -111,6 +111,9 @@ class Part(Protocol):
     by_token: ClassVar[bool]  #: whether tensor parallelism divides its tokens, and not its weights
     by_expert: ClassVar[bool]  #: whether expert parallelism divides its weights
 
+    def __hash__(self) -> int:
+        """Return the same number for equal parts."""
+
     def weights(self) -> tuple[Weight, ...]:
         """Return its weights."""
 
