@@ -329,6 +329,18 @@ def with_experts(model: Model, experts: str) -> Model:
     return model.in_system(system, policy or None)
 
 
+def fields_of(name: str) -> dict[str, Any]:
+    """The fields of a carried model's config.json; ValueError if there is no such model."""
+    fields: dict[str, Any] = json.loads((MODELS / f"{checks.check_name('model', name, carried())}.json").read_text())
+    return fields
+
+
+def cut(fields: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The fields of the same model with a few layers: the first is dense where the model has dense ones."""
+    shorter = fields | {"num_hidden_layers": layers}
+    return shorter | ({"first_k_dense_replace": 1} if "first_k_dense_replace" in fields else {})
+
+
 def carried() -> tuple[str, ...]:
     """The names of the models that the package carries."""
     return tuple(sorted(path.stem for path in MODELS.glob("*.json")))

@@ -1,9 +1,9 @@
 """What a config.json must be: each fault is named with the file, the field and what is allowed."""
 
 import pytest
-from fake_models import fields_of
 
 from moeblaze_ref.plan import account, configs
+from moeblaze_ref.plan.configs import fields_of
 
 
 def changed(name, **changes):

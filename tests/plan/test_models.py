@@ -1,9 +1,10 @@
 """Whole models: what is counted is what transformers and autograd have, storage by storage."""
 
 import pytest
-from fake_models import fake, fields_of
+from fake_models import fake
 
 from moeblaze_ref.plan import account, configs
+from moeblaze_ref.plan.configs import fields_of
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.torch_models import built, kept_storages
 
@@ -35,9 +36,7 @@ FAMILIES = {
 
 
 def cut(name, layers=4):
-    """The config of a model with a few layers: the first is dense where the model has dense ones."""
-    fields = fields_of(name) | {"num_hidden_layers": layers}
-    return fields | ({"first_k_dense_replace": 1} if "first_k_dense_replace" in fields else {})
+    return configs.cut(fields_of(name), layers)
 
 
 TINY = {
