@@ -5,11 +5,11 @@ with those of torch's allocator, in a process of its own.
 """
 
 import argparse
-import contextlib
 import gc
 import json
 import multiprocessing
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from moeblaze_ref.plan.timeline import PHASES
 from moeblaze_ref.plan.torch_models import built, kept_storages, loss_of
 
 KERNELS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}  # "flash" is torch's own choice
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+    "math": [SDPBackend.MATH],
+}
 
 
 @dataclass(frozen=True)
@@ -60,29 +61,34 @@ def fields_of(case: Case) -> dict[str, Any]:
     return configs.cut(configs.fields_of(case.model), case.layers)
 
 
-def measure(case: Case, sequence: int) -> dict[str, Any]:
-    """What torch keeps and has at most on the GPU, beside the plan's.
+def measure(case: Case, sequences: Sequence[int] = SEQUENCES) -> list[dict[str, Any]]:
+    """What torch keeps and has at most on the GPU, beside the plan's, for each sequence.
 
     Returns
     -------
-    dict
+    list of dict
         {model, layers, attention, experts, sequence, kept_bytes, planned_kept_bytes, same_storages, peaks,
         planned_peaks}; the peaks are None where memory was too small.
     """
+    torch.set_default_device("cuda")
+    with built(fields_of(case)) as model, sdpa_kernel(KERNELS[case.attention]):
+        put(model, case.experts)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        return [asdict(case) | _measured(case, model, optimizer, sequence) for sequence in sequences]
+
+
+def _measured(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: int) -> dict[str, Any]:
     stage = planned(case, sequence)
     storages = sorted(tensor.bytes for work in stage.work for tensor in work.kept)
-    torch.set_default_device("cuda")
-    with built(fields_of(case)) as model, kernel(case.attention):
-        put(model, case.experts)
-        found = kept_storages(model, 1, sequence)
-        return asdict(case) | {
-            "sequence": sequence,
-            "kept_bytes": sum(found),
-            "planned_kept_bytes": sum(storages),
-            "same_storages": Counter(found) == Counter(storages),
-            "peaks": peaks(model, sequence),
-            "planned_peaks": planned_peaks(stage),
-        }
+    found = kept_storages(model, 1, sequence)
+    return {
+        "sequence": sequence,
+        "kept_bytes": sum(found),
+        "planned_kept_bytes": sum(storages),
+        "same_storages": Counter(found) == Counter(storages),
+        "peaks": peaks(model, optimizer, sequence),
+        "planned_peaks": planned_peaks(stage),
+    }
 
 
 def planned(case: Case, sequence: int) -> Stage:
@@ -99,11 +105,6 @@ def planned_peaks(stage: Stage) -> dict[str, int]:
     return found
 
 
-def kernel(name: str) -> contextlib.AbstractContextManager[None]:
-    """Let attention run in one kernel alone, or as torch chooses."""
-    return sdpa_kernel(KERNELS[name]) if name in KERNELS else contextlib.nullcontext()
-
-
 def put(model: nn.Module, experts: str) -> None:
     """Put our layers in the place of a model's MoE blocks, if the case asks for them."""
     if experts != "torch":
@@ -111,9 +112,8 @@ def put(model: nn.Module, experts: str) -> None:
         replace_moe_blocks(model, system(name, **({"policy": policy} if policy else {})))
 
 
-def peaks(model: nn.Module, sequence: int) -> dict[str, int] | None:
+def peaks(model: nn.Module, optimizer: torch.optim.Optimizer, sequence: int) -> dict[str, int] | None:
     """The allocator's most bytes in each phase of the second step, or None if it ran out of memory."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     try:
         _step(model, optimizer, sequence)
         return _step(model, optimizer, sequence)
@@ -153,9 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for case in CASES:
-            for sequence in SEQUENCES:
-                rows.append(pool.apply(measure, (case, sequence)))
-                print(json.dumps(rows[-1]), flush=True)
+            rows += pool.apply(measure, (case,))
+            print(*map(json.dumps, rows[-len(SEQUENCES) :]), sep="\n", flush=True)
     record = provenance.environment((source_hashes.PLAN, source_hashes.LAYERS)) | {"command": "plan", "rows": rows}
     records.write(options.out, record, _load, options.force)
 

@@ -6,11 +6,9 @@ from collections import Counter
 from typing import NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from moeblaze_ref.memory.measure import LiveStorages
 from moeblaze_ref.plan.torch_models import loss_of
 
 aten = torch.ops.aten
@@ -20,46 +18,6 @@ PRODUCTS = [
     aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-
-
-class Alive(TorchDispatchMode):
-    """Storages that are alive, looked at after every operator; those that are given count from the start."""
-
-    def __init__(self, tensors):
-        super().__init__()
-        self._alive, self.bytes, self.peak = {}, 0, 0
-        self._note(tensors)
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
-        self.sweep()
-        self._note(one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor))
-        return result
-
-    def sweep(self):
-        """Forget what is dead."""
-        for reference, size in list(self._alive.items()):
-            if reference.expired():
-                del self._alive[reference]
-                self.bytes -= size
-
-    def _note(self, tensors):
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if (reference := StorageWeakRef(storage)) not in self._alive:
-                self._alive[reference] = storage.nbytes()
-                self.bytes += storage.nbytes()
-        self.peak = max(self.peak, self.bytes)
-
-    def sizes(self, without):
-        """How many storages there are of each size, but for those of some tensors."""
-        own = {StorageWeakRef(tensor.untyped_storage()) for tensor in without}
-        return Counter(size for reference, size in self._alive.items() if reference not in own)
-
-    def take_peak(self):
-        """The most bytes since this was asked last."""
-        found, self.peak = self.peak, self.bytes
-        return found
 
 
 class Step(NamedTuple):
@@ -89,14 +47,21 @@ def one_step(model, batch, sequence):
     optimizer.zero_grad()
     states = [state for of_one in optimizer.state.values() for state in of_one.values() if state.ndim]
     own = (*model.parameters(), *model.buffers(), *states)
-    with Alive(own) as alive:
+    resident = sum(tensor.untyped_storage().nbytes() for tensor in own)
+    with LiveStorages(own) as alive:
         loss = loss_of(model, batch, sequence)
         gc.collect()
-        alive.sweep()
-        kept = alive.sizes((*own, loss))
-        forward = alive.take_peak()
+        kept = Counter(alive.sizes) - Counter([loss.untyped_storage().nbytes()])
+        forward = most(alive)
         loss.backward()
         del loss
-        backward = alive.take_peak()
+        backward = most(alive)
         optimizer.step()
-        return Step(forward, backward, alive.take_peak(), kept)
+        return Step(resident + forward, resident + backward, resident + most(alive), kept)
+
+
+def most(alive):
+    """The most bytes alive since this was asked last."""
+    found = max(alive.bytes, default=0)
+    alive.bytes[:] = [sum(alive.sizes)]
+    return found
