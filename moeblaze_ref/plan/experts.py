@@ -36,13 +36,12 @@ class Router:
     bias: bool = False  #: of the logits
     kind: ClassVar[str] = "router"
     by_token: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
-        """Return wg (d, E), the bias of the logits, and that of the choice, which no gradient trains."""
+        """Return wg (E, d), the bias of the logits, and that of the choice, which no gradient trains."""
         biases = [Weight("router_bias", (self.E,))] if self.bias else []
         biases += [Weight("choice_bias", (self.E,), trained=False)] if self.scores == "sigmoid" else []
-        return (Weight("wg", (self.d, self.E)), *biases)
+        return (Weight("wg", (self.E, self.d)), *biases)
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the input, the scores, the choice, and what the division by the sum keeps."""
@@ -80,6 +79,10 @@ class Router:
         return self
 
 
+def _of_experts(**shapes: tuple[int, ...]) -> tuple[Weight, ...]:
+    return tuple(Weight(name, shape, of_experts=True) for name, shape in shapes.items())
+
+
 @dataclass(frozen=True)
 class GroupedExperts:
     """Experts as three grouped products over rows in the order of their experts (transformers' ``grouped_mm``)."""
@@ -94,15 +97,13 @@ class GroupedExperts:
     imbalance: float = 1.0  #: rows that come here from all GPUs, as a multiple of an even share
     kind: ClassVar[str] = "experts"
     by_token: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = True
 
     def weights(self) -> tuple[Weight, ...]:
-        """Return w1, w2 (E, d, h) and w3 (E, h, d); with ``clamped`` also their biases."""
+        """Return w1 and w2 as one (E, 2h, d) and w3 (E, d, h); with ``clamped`` transposed, and their biases."""
         E, d, h = self.E, self.d, self.h
-        products = Weight("w1", (E, d, h)), Weight("w2", (E, d, h)), Weight("w3", (E, h, d))
         if not self.clamped:
-            return products
-        return (*products, Weight("b1", (E, h)), Weight("b2", (E, h)), Weight("b3", (E, d)))
+            return _of_experts(w12=(E, 2 * h, d), w3=(E, d, h))
+        return _of_experts(w12=(E, d, 2 * h), w3=(E, h, d), b12=(E, 2 * h), b3=(E, d))
 
     def rows(self, step: Step) -> Size:
         """Return the routed rows of the experts here."""
@@ -163,11 +164,10 @@ class DenseExperts:
     E: int
     kind: ClassVar[str] = "experts"
     by_token: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = True
 
     def weights(self) -> tuple[Weight, ...]:
-        """Return w1, w2 (E, d, h) and w3 (E, h, d)."""
-        return GroupedExperts(self.d, self.h, self.E, 1).weights()
+        """Return w1 and w2 as one (E, d, 2h), and w3 (E, h, d)."""
+        return _of_experts(w12=(self.E, self.d, 2 * self.h), w3=(self.E, self.h, self.d))
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return E copies of the tokens, before and after the weights, and all tensors between the products."""
@@ -230,7 +230,6 @@ class MoEBlock:
     policy: str | None = None  #: what `moeblaze` saves, one of ``config.POLICIES``; the others have none
     kind: ClassVar[str] = "experts"
     by_token: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checks.check_name("system", self.system, SYSTEMS)
@@ -259,8 +258,8 @@ class MoEBlock:
 
     def weights(self) -> tuple[Weight, ...]:
         """Return wg (d, E), w1, w2 (E, d, h) and w3 (E, h, d)."""
-        parts = Router(self.d, self.E, self.k), GroupedExperts(self.d, self.h, self.E, self.k)
-        return tuple(weight for part in parts for weight in part.weights())
+        E, d, h = self.E, self.d, self.h
+        return Weight("wg", (d, E)), *_of_experts(w1=(E, d, h), w2=(E, d, h), w3=(E, h, d))
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return what the layer saves, its input and its routing included."""

@@ -13,7 +13,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.plan.checkpoints import Checkpointed
 from moeblaze_ref.plan.configs import Model
 from moeblaze_ref.plan.experts import GroupedExperts
-from moeblaze_ref.plan.parts import Part, Step
+from moeblaze_ref.plan.parts import Part, Step, Weight
 
 ZERO = {
     0: "each GPU holds everything",
@@ -66,9 +66,20 @@ class Parallel:
         """All of them."""
         return self.data * self.tensor * self.pipeline
 
-    def copies(self, part: Part) -> int:
-        """GPUs that hold the same weights of a part, and may divide them among each other."""
-        return self.data * self.tensor // self.expert if part.by_expert else self.data
+    def copies(self, weight: Weight) -> int:
+        """GPUs that hold the same weight, and may divide it among each other."""
+        return self.data * self.tensor // self.expert if weight.of_experts else self.data
+
+    def held(self, weight: Weight, from_zero: int) -> int:
+        """Numbers that a GPU holds of a weight, of its gradient or of a state, which ZeRO divides from a stage on.
+
+        Stages 1 and 2 divide all numbers evenly, as the flat buffers of Megatron and DeepSpeed do. Stage 3 divides rows
+        as FSDP2 does: the first GPU has the most. FSDP2 leaves buffers whole.
+        """
+        if self.zero < from_zero or not weight.trained:
+            return weight.count
+        copies = self.copies(weight)
+        return rows_of(weight, copies) if self.zero == 3 else -(-weight.count // copies)
 
     def in_flight(self, stage: int) -> int:
         """Micro batches of which a stage holds what is kept, one forward and one backward in turn (1F1B)."""
@@ -78,6 +89,13 @@ class Parallel:
     def bubble(self) -> float:
         """The part of a step's time in which a stage waits, if all stages take as long."""
         return (self.pipeline - 1) / (self.micro_batches + self.pipeline - 1)
+
+
+def rows_of(weight: Weight, gpus: int, rank: int = 0) -> int:
+    """Numbers of a weight that FSDP2 gives a rank: as many rows as the others have, or those that are left."""
+    rows = weight.dims[0]
+    most = -(-rows // gpus)
+    return min(most, max(0, rows - rank * most)) * (weight.count // rows)
 
 
 def stages(model: Model, parallel: Parallel) -> tuple[Model, ...]:
