@@ -13,7 +13,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.plan.checkpoints import Checkpointed
 from moeblaze_ref.plan.configs import Model
 from moeblaze_ref.plan.experts import GroupedExperts
-from moeblaze_ref.plan.parts import Part, Step, Weight
+from moeblaze_ref.plan.parts import Embedding, Head, Part, Step, Weight
 
 ZERO = {
     0: "each GPU holds everything",
@@ -101,6 +101,8 @@ def rows_of(weight: Weight, gpus: int, rank: int = 0) -> int:
 def stages(model: Model, parallel: Parallel) -> tuple[Model, ...]:
     """The model of each stage of the pipeline: the layers in their order, the first stages with one more.
 
+    If the head's weight is the embedding, the first stage and the last one have a copy each.
+
     Raises
     ------
     ValueError
@@ -114,12 +116,18 @@ def stages(model: Model, parallel: Parallel) -> tuple[Model, ...]:
     return tuple(
         replace(
             model,
-            before=model.before if stage == 0 else model.everywhere,
+            before=_untied(model.before, count) if stage == 0 else model.everywhere,
             layers=model.layers[end - size : end],
-            after=model.after if stage == count - 1 else (),
+            after=_untied(model.after, count) if stage == count - 1 else (),
         )
         for stage, (size, end) in enumerate(zip(sizes, ends, strict=True))
     )
+
+
+def _untied(parts: Sequence[Part], stages: int) -> tuple[Part, ...]:
+    """Return parts of which, with several stages, none shares a weight with another stage."""
+    tied = (Embedding, Head) if stages > 1 else ()
+    return tuple(replace(part, tied=False) if isinstance(part, tied) else part for part in parts)
 
 
 def on_one_gpu(model: Model, parallel: Parallel, imbalance: float = 1.0) -> Model:
