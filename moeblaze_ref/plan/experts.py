@@ -13,6 +13,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ITEMSIZE, MoEConfig
 from moeblaze_ref.memory.accounting import Account, Size, Tensor, account, megablocks_step_account, step_account
 from moeblaze_ref.plan.parts import Moment, Part, Step, Weight, divided
+from moeblaze_ref.systems.layer import intermediates
 
 # What a router makes of the logits.
 SCORES = {
@@ -79,6 +80,11 @@ class Router:
         return self
 
 
+def _rows(even: Size, imbalance: float) -> Size:
+    """Return an even share of rows, or so many times as many."""
+    return even if imbalance == 1 else Size(f"({even.text} * {imbalance:.4g})", math.ceil(int(even) * imbalance))
+
+
 def _of_experts(**shapes: tuple[int, ...]) -> tuple[Weight, ...]:
     return tuple(Weight(name, shape, of_experts=True) for name, shape in shapes.items())
 
@@ -107,10 +113,7 @@ class GroupedExperts:
 
     def rows(self, step: Step) -> Size:
         """Return the routed rows of the experts here."""
-        even = step.L * Size("k", self.k)
-        return (
-            even if self.imbalance == 1 else Size(f"({even.text} * {self.imbalance})", math.ceil(even * self.imbalance))
-        )
+        return _rows(step.L * Size("k", self.k), self.imbalance)
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the routed rows, all tensors between the products, the rows' weights, and int64 places of rows."""
@@ -284,11 +287,104 @@ class MoEBlock:
         """Return nothing: torch does not see the products."""
         return ()
 
-    def share(self, tensor: int, expert: int) -> "MoEBlock":
-        """Return the same; ValueError for several GPUs that divide the experts."""
-        if expert > 1:
+    def share(self, tensor: int, expert: int) -> "MoEBlock | ExpertParallelBlock":
+        """Return the layer on one of the GPUs that divide the experts; ValueError if none is there for the system."""
+        if expert == 1:
+            return self
+        if self.policy is None:
             raise ValueError(f"expert is {expert}, but a layer with {self.system} is counted on one GPU: it must be 1")
+        return ExpertParallelBlock(self, divided("the experts", self.E, expert, "expert"), expert)
+
+
+@dataclass(frozen=True)
+class ExpertParallelBlock:
+    """One rank of `parallel.layer.ExpertParallelMoE`.
+
+    A token's row travels once to each rank that has one of its experts. Counted are tokens whose experts are on as many
+    ranks as can be: others send fewer rows.
+    """
+
+    whole: MoEBlock  #: the layer with all experts
+    E: int  #: experts here
+    ranks: int
+    imbalance: float = 1.0  #: rows that come here from all ranks, as a multiple of an even share
+    kind: ClassVar[str] = "experts"
+    by_token: ClassVar[bool] = True
+
+    @property
+    def _alone(self) -> MoEBlock:
+        """A layer of one GPU whose tokens are the routed rows of the experts here."""
+        return replace(self.whole, E=self.E, k=1)
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Return wg (d, E) for all experts, and the weights of those here."""
+        return (*self.whole.weights()[:1], *self._alone.weights()[1:])
+
+    def sent(self, step: Step) -> Size:
+        """Return the rows that leave: one for each token and rank."""
+        return step.L * Size("min(k, ranks)", min(self.whole.k, self.ranks))
+
+    def arrived(self, step: Step) -> Size:
+        """Return the rows that come: at most all tokens of all ranks."""
+        return min(_rows(self.sent(step), self.imbalance), step.L * Size("ranks", self.ranks))
+
+    def routed(self, step: Step) -> Size:
+        """Return the routed rows of the experts here."""
+        return _rows(step.L * Size("k", self.whole.k), self.imbalance)
+
+    def kept(self, step: Step) -> tuple[Tensor, ...]:
+        """Return the input with its routing, the rows that came with theirs, and what the policy saves of them."""
+        d, k, arrived = Size("d", self.whole.d), Size("k", self.whole.k), self.arrived(step)
+        return (
+            Tensor("x", (step.L, d), step.dtype),
+            Tensor("topk_experts", (step.L, k), "int32"),
+            Tensor("shares", (Size("E", self.whole.E),), "float32"),
+            Tensor("part", (Size("1", 1),), "float32"),
+            *_structures("trip", self.sent(step), Size("ranks", self.ranks), step.L * k),
+            Tensor("rows", (arrived, d), step.dtype),
+            Tensor("gates", (arrived, k), "float32"),
+            *_structures("experts", self.routed(step), Size("E", self.E), arrived * k),
+            *self._saved(step),
+        )
+
+    def _saved(self, step: Step) -> tuple[Tensor, ...]:
+        widths, h = dict.fromkeys(("routed_x", "y"), Size("d", self.whole.d)), Size("h", self.whole.h)
+        names = intermediates(self.whole.policy, "swiglu")
+        return tuple(Tensor(name, (self.routed(step), widths.get(name, h)), step.dtype) for name in names)
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the layer alone, beside the rows that were sent."""
+        return self._travelling(step, self._alone.forward(self._routed_step(step)))
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the same of the backward."""
+        return self._travelling(step, self._alone.backward(self._routed_step(step)))
+
+    def _routed_step(self, step: Step) -> Step:
+        return replace(step, batch=1, sequence=int(self.routed(step)))
+
+    def _travelling(self, step: Step, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+        rows = Tensor("rows_sent", (self.sent(step), Size("d", self.whole.d)), step.dtype)
+        return tuple(replace(moment, beside=(*moment.beside, rows)) for moment in moments)
+
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return nothing: torch does not see the products."""
+        return ()
+
+    def share(self, tensor: int, expert: int) -> "ExpertParallelBlock":
+        """Return the same: it is a share already."""
         return self
+
+
+def _structures(of: str, rows: Size, groups: Size, slots: Size) -> tuple[Tensor, ...]:
+    """Return the index structures of rows that go to some groups, of so many slots (`core.structures.Dispatch`)."""
+    shapes = {
+        "expert_token_indices": rows,
+        "expert_token_offsets": groups + 1,
+        "token_expert_indices": slots,
+        "token_index_map": slots,
+    }
+    return tuple(Tensor(f"{of} {name}", (size,), "int32") for name, size in shapes.items())
 
 
 def _alive(where: str, number: int) -> Moment:

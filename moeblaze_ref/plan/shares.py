@@ -12,7 +12,7 @@ from itertools import accumulate
 from moeblaze_ref.core import checks
 from moeblaze_ref.plan.checkpoints import Checkpointed
 from moeblaze_ref.plan.configs import Model
-from moeblaze_ref.plan.experts import GroupedExperts
+from moeblaze_ref.plan.experts import ExpertParallelBlock, GroupedExperts
 from moeblaze_ref.plan.parts import Embedding, Head, Part, Step, Weight
 
 ZERO = {
@@ -133,7 +133,7 @@ def _untied(parts: Sequence[Part], stages: int) -> tuple[Part, ...]:
 def on_one_gpu(model: Model, parallel: Parallel, imbalance: float = 1.0) -> Model:
     """The model with the share of each part that one GPU of a stage has.
 
-    Its experts get ``imbalance`` times an even share of the routed rows.
+    If several GPUs divide the experts, those here get ``imbalance`` times an even share of the routed rows.
 
     Raises
     ------
@@ -142,7 +142,8 @@ def on_one_gpu(model: Model, parallel: Parallel, imbalance: float = 1.0) -> Mode
     """
 
     def share(parts: Sequence[Part]) -> tuple[Part, ...]:
-        return tuple(uneven(part.share(parallel.tensor, parallel.expert), imbalance) for part in parts)
+        shared = (part.share(parallel.tensor, parallel.expert) for part in parts)
+        return tuple(shared if parallel.expert == 1 else (uneven(part, imbalance) for part in shared))
 
     return replace(
         model,
@@ -156,7 +157,7 @@ def uneven(part: Part, imbalance: float) -> Part:
     """Return a part whose experts get so many times their even share of rows."""
     if isinstance(part, Checkpointed):
         return replace(part, parts=tuple(uneven(one, imbalance) for one in part.parts))
-    return replace(part, imbalance=imbalance) if isinstance(part, GroupedExperts) else part
+    return replace(part, imbalance=imbalance) if isinstance(part, GroupedExperts | ExpertParallelBlock) else part
 
 
 def step_of(part: Part, step: Step, parallel: Parallel) -> Step:

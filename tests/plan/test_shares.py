@@ -8,8 +8,10 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,12 +24,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import begin, free_port, start
+from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.plan import configs, recipes
+from moeblaze_ref.plan.experts import MoEBlock
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.run import MASTER, STATES, WEIGHTS, Run, Stage
-from moeblaze_ref.plan.shares import Parallel, rows_of
-from moeblaze_ref.plan.torch_models import built, loss_of
+from moeblaze_ref.plan.shares import Parallel, rows_of, uneven
+from moeblaze_ref.plan.torch_models import built, kept_storages, loss_of
 
 # Ranks -------------------------------------------------------------------------------------------------------------
 
@@ -209,6 +216,38 @@ def test_zero_2_has_whole_weights_from_the_forward_to_the_backward():
 # Four processes ------------------------------------------------------------------------------------------------------
 
 
+TOKENS, WIDTH, HIDDEN, EXPERTS, CHOSEN = 24, 64, 48, 8, 3  # of each rank's layer
+
+
+def routing(size, crowded):
+    """The experts of a rank's tokens, on as many ranks as can be: all ranks get as many, or the first gets most."""
+    tokens, choices = torch.arange(TOKENS)[:, None], torch.arange(CHOSEN)
+    after = torch.where(choices > 0, 1 + (tokens + choices) % (size - 1), 0) if crowded else tokens + choices
+    return (after % size * (EXPERTS // size) + choices // size).int()
+
+
+class OneLayer(torch.nn.Module):
+    """A layer with a part of its experts, on tokens of this rank's own."""
+
+    def __init__(self, mesh, policy, crowded):
+        super().__init__()
+        size = mesh.size()
+        owners = np.arange(EXPERTS, dtype=np.int32)[None] // (EXPERTS // size)
+        options = {"policy": policy, "ranks": Ranks(mesh.get_group()), "dtype": torch.bfloat16}
+        self.layer = ExpertParallelMoE(WIDTH, HIDDEN, EXPERTS, CHOSEN, Placement(owners, size), **options)
+        self.routing = routing(size, crowded)
+
+    def forward(self, **_):
+        """Return the output in the place of a loss."""
+        x = torch.ones(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        return SimpleNamespace(loss=self.layer(x, self.routing).out)
+
+
+def kept_by_layer(*arguments):
+    """Bytes of each storage that the layer keeps on this rank."""
+    return kept_storages(OneLayer(*arguments), 1, TOKENS)
+
+
 def on_a_rank():
     """What this rank of four holds in each way of sharing, alone or in a pair with another."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "rank"))["rank"]
@@ -217,6 +256,10 @@ def on_a_rank():
         "zero 3": {size: fully_sharded(UNEVEN, mesh) for size, mesh in meshes.items()},
         "float32": fully_sharded(UNEVEN, meshes[4], in_float32=True),
         "zero 1": {size: with_divided_states(EVEN, mesh.get_group()) for size, mesh in meshes.items()},
+        "experts": {
+            (size, policy): kept_by_layer(meshes[size], policy, False) for size in meshes for policy in POLICIES
+        },
+        "crowded": kept_by_layer(meshes[4], "minimal", True),
     }
 
 
@@ -245,3 +288,30 @@ def test_zero_1_divides_the_same_states_as_torch_which_divides_them_by_whole_ten
     assert {rank[:2] for rank in found} == {stage[:2]}
     assert sum(rank.states for rank in found) == size * stage.states
     assert max(rank.states for rank in found) > stage.states
+
+
+def planned_of_layer(size, policy, imbalance=1.0):
+    """Bytes of each tensor that the plan counts on one rank."""
+    whole = MoEBlock(WIDTH, HIDDEN, EXPERTS, CHOSEN, "moeblaze", policy)
+    rank = uneven(whole.share(1, size), imbalance)
+    return sorted(tensor.bytes for tensor in rank.kept(Step(1, TOKENS)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_with_some_of_the_experts_keep_what_is_planned(ranks, size, policy):
+    assert [rank["experts"][size, policy] for rank in ranks] == [planned_of_layer(size, policy)] * 4
+
+
+def test_the_fullest_rank_keeps_what_is_planned_for_its_imbalance(ranks):
+    crowded = [rank["crowded"] for rank in ranks]
+    assert crowded[0] == planned_of_layer(4, "minimal", imbalance=4 / 3)
+    assert sum(crowded[0]) > max(map(sum, crowded[1:]))
+
+
+def test_rows_of_experts_on_one_gpu_are_never_uneven():
+    model = configs.read(EVEN, "model")
+    for expert, grows in ((1, False), (2, True)):
+        parallel = Parallel(data=2, expert=expert)
+        fewest, most = (Run(model, Step(1, 16), parallel=parallel, imbalance=one).stages[0].kept for one in (1, 1.5))
+        assert (most["experts"] > fewest["experts"]) == grows
