@@ -306,8 +306,9 @@ class Mlp:
         return rows_of(step, (f"{self.name}_a", self.width), (f"{self.name}_b", self.width), ("out", self.d))
 
     def share(self, tensor: int, expert: int) -> "Mlp":
-        """Return some of the columns."""
-        return replace(self, width=divided(f"the width of the {self.name} MLP", self.width, tensor))
+        """Return some of the columns, for tokens of which a router here has a part only."""
+        width = divided(f"the width of the {self.name} MLP", self.width, tensor)
+        return replace(self, width=width, router_dtype=self.router_dtype if tensor == 1 else None)
 
 
 @dataclass(frozen=True)

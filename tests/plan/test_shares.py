@@ -34,7 +34,7 @@ from moeblaze_ref.plan.experts import MoEBlock
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.run import MASTER, STATES, WEIGHTS, Run, Stage
 from moeblaze_ref.plan.shares import Parallel, rows_of, uneven
-from moeblaze_ref.plan.torch_models import built, kept_storages, loss_of
+from moeblaze_ref.plan.torch_models import built, here, kept_storages, loss_of
 
 # Ranks -------------------------------------------------------------------------------------------------------------
 
@@ -70,11 +70,6 @@ class Held(NamedTuple):
     weights: int
     gradients: int
     states: int
-
-
-def here(tensor):
-    """This rank's part of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def in_storages(tensors):
