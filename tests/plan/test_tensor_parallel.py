@@ -28,8 +28,7 @@ from moeblaze_ref.plan.shares import Parallel
 from moeblaze_ref.plan.torch_models import built, kept_storages
 
 SIZE, STEP = 2, Step(2, 32, attention="cpu-flash")
-# torch does not divide OLMoE's norm of all heads, nor gpt-oss's sinks.
-DIVIDED = sorted(FAMILIES - {"olmoe-1b-7b", "gpt-oss-20b"})
+DIVIDED = sorted(FAMILIES - {"olmoe-1b-7b"})  # torch does not divide OLMoE's norms of all heads
 COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 
@@ -54,6 +53,8 @@ def divide(model, mesh):
         layout |= {name: RowwiseParallel(output_layouts=Shard(-2)) for name in names if name.endswith(ROWS)}
         layout |= {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
         parallelize_module(layer, mesh, layout | {"self_attn": attention_input} | inputs_of_mlps(names))
+        if hasattr(layer.self_attn, "sinks"):
+            layer.self_attn.sinks = nn.Parameter(layer.self_attn.sinks.data.chunk(SIZE)[0].clone())
         for name in filter(is_shared, names):  # Llama 4 adds to the output in place
             names[name].register_forward_hook(lambda _, inputs, output: output.clone())
 
