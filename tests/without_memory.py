@@ -80,7 +80,8 @@ STEPS = (of_the_output, of_everything, retained, replayed, under_autocast, of_x_
 
 def lifetimes(step, layer, x, chosen):
     """Bytes alive at each allocation, beside the operands, which are there all the time."""
-    return measure.live_bytes(step, layer, x, chosen, exclude=(x, chosen, *layer.parameters()))
+    operands = (x, chosen, *layer.parameters())
+    return measure.live_bytes(step, layer, x, chosen, exclude=operands, device=x.device.type)
 
 
 def lifetimes_without_memory(step, system, **options):

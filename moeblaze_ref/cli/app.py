@@ -6,7 +6,7 @@ Matplotlib.
 
 import typer
 
-from moeblaze_ref.cli import bench, check, course, doctor, lab, lm, memory, paper, place
+from moeblaze_ref.cli import bench, check, course, doctor, lab, lm, memory, paper, place, plan
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -23,6 +23,7 @@ for command in (
     paper.paper,
     bench.tune,
     memory.memory,
+    plan.plan,
     lm.train,
     lm.evidence,
     lm.trace,

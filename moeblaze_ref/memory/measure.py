@@ -111,9 +111,12 @@ def peak_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> 
     return max(live_bytes(fn, *args, exclude=exclude), default=0)
 
 
-def live_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> list[int]:
-    """The bytes of storages alive, after each operator of ``fn(*args)`` that made them more; see `peak_bytes`."""
-    with _LiveStorages(_parameters(fn) if exclude is None else exclude) as live:
+def live_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None, device: str = "") -> list[int]:
+    """The bytes of storages alive, after each operator of ``fn(*args)`` that made them more; see `peak_bytes`.
+
+    If a device is named, such as "cuda", only tensors there count.
+    """
+    with LiveStorages(_parameters(fn) if exclude is None else exclude, device) as live:
         fn(*args)
     return live.bytes
 
@@ -122,21 +125,30 @@ def _parameters(fn):
     return fn.parameters() if isinstance(fn, nn.Module) else ()
 
 
-class _LiveStorages(TorchDispatchMode):
-    """Watches every operator's tensors through weak references, so that watching keeps nothing alive."""
+class LiveStorages(TorchDispatchMode):
+    """Context manager that watches every operator's tensors through weak references: watching keeps nothing alive.
 
-    def __init__(self, exclude):
+    Those of the excluded tensors do not count, nor, if a device is named, those on others.
+    """
+
+    def __init__(self, exclude: Iterable[Tensor] = (), device: str = ""):
         super().__init__()
         self._excluded = {StorageWeakRef(tensor.untyped_storage()) for tensor in exclude}
+        self._device = device
         self._alive: dict[StorageWeakRef, int] = {}
-        self.bytes: list[int] = []  # after each operator that made them more
+        self.bytes: list[int] = []  #: alive after each operator that made them more
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each storage that is alive now."""
+        self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
+        return sorted(self._alive.values())
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
-        before = sum(self._alive.values())
+        before = sum(self.sizes)
         for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type.startswith(self._device):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 if storage not in self._excluded:
                     self._alive[storage] = tensor.untyped_storage().nbytes()

@@ -47,6 +47,8 @@ class Heads:
             )
         if asked == "cpu-flash" and self.values != self.width:
             return "cpu-math"
+        if step.dtype == "float32" and asked in ("flash", "cudnn"):
+            return "efficient" if self.keys == self.queries else "math"
         return "efficient" if asked == "flash" and (self.values != self.width or self.masked) else asked
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
@@ -156,7 +158,7 @@ class Attention:
         return Heads(self.heads, self.kv_heads, self.width, self.width, self.width, masked)
 
     def _copies(self, step: Step) -> bool:
-        return self.partly_turned and step.attention not in STEPWISE
+        return self.partly_turned and self._heads(step).kernel(step) not in STEPWISE
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the input of the projections, and what the norms and the kernel keep."""
@@ -229,7 +231,7 @@ class SinkAttention:
 
     def forward(self, step: Step) -> tuple[Moment, ...]:
         """Return one moment: the logits with the sinks, the same less the largest of each row, and two masks."""
-        masks = (Tensor(name, (step.S, step.S), step.dtype) for name in ("causal_mask", "window_mask"))
+        masks = (Tensor(name, (step.L, step.S), step.dtype) for name in ("causal_mask", "window_mask"))
         return (Moment((self._logits(step, "logits"), self._logits(step, "logits_shifted"), *masks)),)
 
     def backward(self, step: Step) -> tuple[Moment, ...]:
@@ -300,7 +302,7 @@ class LatentAttention:
             for norm in self._norms()
             for tensor in (*self._normed(norm, step), Tensor(norm.name, (step.L, norm.width), step.dtype))
         ]
-        copied = step.attention == "cudnn"
+        copied = self._heads.kernel(step) == "cudnn"
         return (
             Tensor("attention_input", (step.L, Size("d", self.d)), step.dtype),
             *latents,

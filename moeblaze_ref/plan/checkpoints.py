@@ -62,13 +62,15 @@ class Checkpointed:
         gone = tuple(tensor.name for tensor in self.kept(step)[1:])
         for i, (part, own) in enumerate(zip(self.parts, steps, strict=True)):
             alive = tuple(tensor for rows in kept[: i + 1] for tensor in rows)
-            yield from (Moment((*alive, *moment.beside), gone, gradients=False) for moment in part.forward(own))
+            yield from (Moment((*alive, *moment.beside), gone, gradients=0.0) for moment in part.forward(own))
+        numbers, later = [sum(weight.count for weight in part.weights()) for part in self.parts], 0
         for i, (part, own) in reversed(list(enumerate(zip(self.parts, steps, strict=True)))):
             before = tuple(tensor for rows in kept[:i] for tensor in rows)
             for moment in part.backward(own):
                 alive = tuple(tensor for tensor in kept[i] if tensor.name not in moment.freed)
-                done = i + 1 < len(self.parts) or moment.gradients
-                yield replace(moment, beside=(*before, *alive, *moment.beside), freed=gone, gradients=done)
+                done = later + moment.gradients * numbers[i]
+                yield Moment((*before, *alive, *moment.beside), gone, done / sum(numbers))
+            later += numbers[i]
 
     def products(self, step: Step) -> tuple[Tensor, ...]:
         """Return nothing: a layer is no part of another."""
@@ -83,7 +85,7 @@ class Checkpointed:
 class LayerArguments:
     """What checkpointed layers are called with again: it lives as long as the graph, once for all layers."""
 
-    masks: int = 0  #: tables of S * S numbers, added to logits
+    masks: int = 0  #: tables of L * S numbers, added to logits
     kind: ClassVar[str] = "positions"
     by_token: ClassVar[bool] = False
 
@@ -93,7 +95,7 @@ class LayerArguments:
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the tokens' positions, and the masks."""
-        masks = (Tensor(f"mask_{i}", (step.S, step.S), step.dtype) for i in range(self.masks))
+        masks = (Tensor(f"mask_{i}", (step.L, step.S), step.dtype) for i in range(self.masks))
         return (Tensor("position_ids", (step.S,), "int64"), *masks)
 
     def forward(self, step: Step) -> tuple[Moment, ...]:

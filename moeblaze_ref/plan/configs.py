@@ -12,9 +12,14 @@ from typing import Any
 from moeblaze_ref.core import checks
 from moeblaze_ref.plan.attention import Attention, LatentAttention, SinkAttention
 from moeblaze_ref.plan.experts import DenseExperts, GroupedExperts, MoEBlock, Router
+from moeblaze_ref.plan.fields import Fields
 from moeblaze_ref.plan.parts import Embedding, Head, Mlp, Norm, Part, Rotary
+from moeblaze_ref.plan.towers import next_token_parameters, vision_parameters
 
 MODELS = Path(__file__).parent / "models"
+NEXT_TOKENS = "modules that predict further tokens (num_nextn_predict_layers)"
+VISION = "vision tower (vision_config)"
+QUANTIZED = "The file has a quantization_config; counted are the bytes of the recipe, not those of the file's weights."
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,9 @@ class Model:
     after: tuple[Part, ...]
     longest: int  #: sequence that positions are made for
     d: int  #: width of the residual stream
+    #: Parameters of what stands beside the language model and is not planned, by its name.
+    beside: tuple[tuple[str, int], ...] = ()
+    notes: tuple[str, ...] = ()  #: what a reader must know
 
     @property
     def everywhere(self) -> tuple[Part, ...]:
@@ -39,7 +47,7 @@ class Model:
         return (*self.before, *(part for layer in self.layers for part in layer), *self.after)
 
     def in_system(self, system: str, policy: str | None = None) -> "Model":
-        """The model after `nn.replace_moe_blocks` with a layer of this system, one of ``experts.SYSTEMS``.
+        """The model after `nn.replace_moe_blocks` with a layer of this system.
 
         Raises
         ------
@@ -54,73 +62,6 @@ def _in_system(layer: tuple[Part, ...], system: str, policy: str | None) -> Iter
     parts = iter(layer)
     for part in parts:
         yield MoEBlock.of(part, next(parts), system, policy) if isinstance(part, Router) else part
-
-
-class Fields:
-    """The fields of a config.json, each checked when it is read.
-
-    Raises
-    ------
-    ValueError
-        If a field is missing or is not what it must be; the message names the file and the field.
-    """
-
-    def __init__(self, fields: dict[str, Any], where: str):
-        self._fields, self.where = fields, where
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self._fields.get(name)
-        if value is None and default is None:
-            raise ValueError(f"{self.where}: {name} is missing")
-        return default if value is None else value
-
-    def size(self, name: str, default: int | None = None, at_least: int = 1, at_most: int | None = None) -> int:
-        """A count."""
-        try:
-            return checks.check_int(f"{self.where}: {name}", self._get(name, default), at_least, at_most)
-        except TypeError as error:
-            raise ValueError(str(error)) from None
-
-    def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
-        return self._fields.get(name) is not None
-
-    def only(self, **counted: Any) -> None:
-        """Refuse a field with another value than the one whose tensors are counted; a missing field has that value."""
-        for name, value in counted.items():
-            if self._fields.get(name, value) != value:
-                raise ValueError(f"{self.where}: {name} is {self._fields[name]!r}, but only {value!r} is counted")
-
-    def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.where}: {name} is {value!r}, but it must be true or false")
-        return value
-
-    def name(self, name: str, allowed: tuple[str, ...], default: str | None = None) -> str:
-        """One of some names."""
-        return checks.check_name(f"{self.where}: {name}", self._get(name, default), allowed)
-
-    def entries(self, name: str, count: int, default: list[Any]) -> list[Any]:
-        """A list with an entry for each layer."""
-        value = self._get(name, default)
-        if not isinstance(value, list) or len(value) != count:
-            raise ValueError(f"{self.where}: {name} is {value!r}, but it must be a list of {count}, one for each layer")
-        return value
-
-    def some(self, name: str, count: int, default: list[int]) -> list[int]:
-        """The numbers of some layers."""
-        value = self._get(name, default)
-        if not isinstance(value, list) or not set(value) <= set(range(count)):
-            raise ValueError(
-                f"{self.where}: {name} is {value!r}, but it must be a list of layers, from 0 to {count - 1}"
-            )
-        return value
-
-    def within(self, name: str, default: float, at_most: float) -> float:
-        """A number from 0 on."""
-        return checks.check_within(f"{self.where}: {name}", self._get(name, default), 0, at_most)
 
 
 def _heads(config: Fields) -> tuple[int, int]:
@@ -149,7 +90,11 @@ def _model(config: Fields, name: str, rotary: Part, layers: list[tuple[Part, ...
     d, vocabulary = norm.width, config.size("vocab_size")
     tied = config.flag("tie_word_embeddings", False)
     head, embedding = Head(d, vocabulary, tied), Embedding(d, vocabulary, tied)
-    return Model(name, (embedding, rotary), tuple(layers), (norm, head), config.size("max_position_embeddings"), d)
+    modules = config.size("num_nextn_predict_layers", 0, at_least=0)
+    beside = ((NEXT_TOKENS, next_token_parameters(layers[-1], d, modules)),) if modules else ()
+    return Model(
+        name, (embedding, rotary), tuple(layers), (norm, head), config.size("max_position_embeddings"), d, beside
+    )
 
 
 def _mixtral(config: Fields, name: str) -> Model:
@@ -339,7 +284,66 @@ def read(fields: dict[str, Any], name: str) -> Model:
         raise ValueError(f"{name}: text_config is {text!r}, but it must be an object")
     config = Fields(text, name)
     config.only(hidden_act="silu", attention_dropout=0.0)
-    return READERS[config.name("model_type", tuple(READERS))](config, name)
+    model = READERS[config.name("model_type", tuple(READERS))](config, name)
+    if "quantization_config" in fields:
+        model = replace(model, notes=(QUANTIZED,))
+    return _with_tower(model, fields["vision_config"]) if fields.get("vision_config") else model
+
+
+def _with_tower(model: Model, vision: Any) -> Model:
+    if not isinstance(vision, dict):
+        raise ValueError(f"{model.name}: vision_config is {vision!r}, but it must be an object")
+    count = vision_parameters(Fields(vision, f"{model.name}: vision_config"), model.d)
+    return replace(model, beside=(*model.beside, (VISION, count)))
+
+
+def find(config: str) -> Model:
+    """The model of a config.json, or of one of those that the package carries, by its name.
+
+    Raises
+    ------
+    ValueError
+        If there is neither such a file nor such a name, or as `read`.
+    OSError
+        If the file cannot be read.
+    """
+    path = Path(config)
+    if path.is_file():
+        return read_file(path)
+    if path.suffix == ".json" or path.is_dir():
+        raise ValueError(f"{config}: no such file; it must be a config.json, or one of {', '.join(carried())}")
+    return read_file(MODELS / f"{checks.check_name('model', config.lower(), carried())}.json")
+
+
+def with_experts(model: Model, experts: str) -> Model:
+    """The model with its experts in plain torch, or in a system, with its policy behind a slash.
+
+    Raises
+    ------
+    ValueError
+        As `Model.in_system`.
+    """
+    if experts == "torch":
+        return model
+    system, _, policy = experts.partition("/")
+    return model.in_system(system, policy or None)
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """The fields of a carried model's config.json; ValueError if there is no such model."""
+    fields: dict[str, Any] = json.loads((MODELS / f"{checks.check_name('model', name, carried())}.json").read_text())
+    return fields
+
+
+def cut(fields: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The fields of the same model with a few layers: the first is dense where the model has dense ones."""
+    shorter = fields | {"num_hidden_layers": layers}
+    return shorter | ({"first_k_dense_replace": 1} if "first_k_dense_replace" in fields else {})
+
+
+def carried() -> tuple[str, ...]:
+    """The names of the models that the package carries."""
+    return tuple(sorted(path.stem for path in MODELS.glob("*.json")))
 
 
 def read_file(path: Path) -> Model:

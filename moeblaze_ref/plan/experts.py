@@ -147,7 +147,7 @@ class GroupedExperts:
         d_x = Tensor("d_x_routed", (R, Size("d", self.d)), step.dtype)
         gone = tuple(tensor.name for tensor in self.kept(step) if tensor.name not in ("x_routed", "row_token"))
         before = self._of_rows(step, "d_y_in_order", "d_y_weighted", "d_y_products")
-        return (Moment(before, gradients=False), Moment((d_ab, d_x), gone))
+        return (Moment(before, gradients=0.0), Moment((d_ab, d_x), gone))
 
     def products(self, step: Step) -> tuple[Tensor, ...]:
         """Return (a, b) and y."""
@@ -198,7 +198,7 @@ class DenseExperts:
         d, h = self.d, self.h
         activation = self._of_rows(step, ("d_y", d), ("d_y_swi", h), ("d_a", h), ("d_b", h))
         after = self._of_rows(step, ("d_ab", 2 * h), ("d_x_weighted", d))
-        return (Moment(activation, gradients=False), Moment(after, ("ab", "act", "y_swi")))
+        return (Moment(activation, gradients=0.0), Moment(after, ("ab", "act", "y_swi")))
 
     def products(self, step: Step) -> tuple[Tensor, ...]:
         """Return nothing: batched products are computed again."""
@@ -213,6 +213,7 @@ class DenseExperts:
 
 # Of `memory.accounting`, those whose layers are compared with torch in a whole model.
 SYSTEMS = ("moeblaze", "megablocks", "megablocks_memory_optimized")
+FORMULAS = ("sonicmoe", "megablocks_published")  # as their papers have them
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class MoEBlock:
     Raises
     ------
     ValueError
-        If the system is not one of ``SYSTEMS``, or as `memory.accounting.account`.
+        If the system is not one of ``SYSTEMS`` or ``FORMULAS``, or as `memory.accounting.account`.
     """
 
     d: int
@@ -235,7 +236,7 @@ class MoEBlock:
     by_token: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checks.check_name("system", self.system, SYSTEMS)
+        checks.check_name("system", self.system, SYSTEMS + FORMULAS)
         self._account(tokens=1)  # raises
 
     def _account(self, tokens: int, dtype: str = "bfloat16") -> Account:
@@ -274,7 +275,13 @@ class MoEBlock:
         return (_alive("forward", one.peak_bytes - one.kept_bytes),)
 
     def backward(self, step: Step) -> tuple[Moment, ...]:
-        """Return one moment: the most that the step has alive, but for the gradients of the weights."""
+        """Return one moment: the most that the step has alive, but for the gradients of the weights.
+
+        Where no account of a whole step is, it is taken to be y_swi and the gradients of a, b and the routed rows.
+        """
+        if self.system in FORMULAS:
+            rows = int(step.L) * self.k * (3 * self.h + self.d)
+            return (_alive("backward", rows * ITEMSIZE[step.dtype]),)
         kept = self._account(int(step.L), step.dtype).kept_bytes
         gradients = sum(weight.count for weight in self.weights()) * ITEMSIZE[step.dtype]
         return (_alive("backward", max(0, self._step_account(step).peak_bytes - kept - gradients)),)

@@ -17,8 +17,8 @@ from moeblaze_ref.memory.accounting import Size, Tensor
 
 DTYPES = ("bfloat16", "float32")  # of activations and weights: those that are compared with torch
 KERNELS = {
-    "flash": "torch's choice on a GPU: flash attention, or memory-efficient where flash does not serve",
-    "cudnn": "cuDNN's, on a GPU",
+    "flash": "flash attention, on a GPU, or memory-efficient where flash does not serve",
+    "cudnn": "cuDNN's, on a GPU: torch's own choice on an H100",
     "efficient": "memory-efficient, on a GPU; not for fewer heads of keys than of queries",
     "math": "one operation after another, on a GPU: keeps all probabilities, in float32",
     "cpu-flash": "torch's choice on a CPU: flash attention, or math where values are narrower than keys",
@@ -102,7 +102,7 @@ class Moment:
 
     beside: tuple[Tensor, ...] = ()  #: tensors that are there for a while, beside what the part keeps
     freed: tuple[str, ...] = ()  #: kept tensors that are gone by now
-    gradients: bool = True  #: whether the gradients of the part's weights are there already
+    gradients: float = 1.0  #: how much of the gradients of the part's weights is there already
 
 
 class Part(Protocol):
@@ -110,6 +110,9 @@ class Part(Protocol):
 
     kind: ClassVar[str]  #: what a reader looks for: "attention", "experts", ...
     by_token: ClassVar[bool]  #: whether tensor parallelism divides its tokens, and not its weights
+
+    def __hash__(self) -> int:
+        """Return the same number for equal parts."""
 
     def weights(self) -> tuple[Weight, ...]:
         """Return its weights."""
@@ -347,7 +350,7 @@ class Head:
         """Return two moments: in the softmax, and in the products with the head's weight."""
         softmax = self._logits(step, "float32", "d_log_probabilities", "d_logits_float32")
         products = self._logits(step, step.dtype, "d_logits")
-        return (Moment(softmax, gradients=False), Moment(products, ("log_probabilities",)))
+        return (Moment(softmax, gradients=0.0), Moment(products, ("log_probabilities",)))
 
     def products(self, step: Step) -> tuple[Tensor, ...]:
         """Return nothing: it is in no layer."""

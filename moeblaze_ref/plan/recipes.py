@@ -29,6 +29,7 @@ class Recipe:
 RECIPES = {
     "bf16-master": Recipe("weights and gradients in bfloat16; AdamW on a float32 copy", "bfloat16", "AdamW", True),
     "bf16": Recipe("weights, gradients and AdamW's moments in bfloat16", "bfloat16", "AdamW"),
+    "fp32": Recipe("weights, gradients and AdamW's moments in float32", "float32", "AdamW"),
     "adamw8bit": Recipe("weights and gradients in bfloat16; AdamW's moments in 8 bits", "bfloat16", "AdamW of 8 bits"),
     "muon": Recipe("as bf16-master, but Muon for all matrices between embedding and head", "bfloat16", "Muon", True),
 }

@@ -14,7 +14,7 @@ from moeblaze_ref.plan.configs import Model
 from moeblaze_ref.plan.experts import GroupedExperts
 from moeblaze_ref.plan.parts import Part, Step, Weight
 from moeblaze_ref.plan.shares import Parallel
-from moeblaze_ref.plan.timeline import Instant, Resident, Work, size_of, timeline
+from moeblaze_ref.plan.timeline import PASSING, Instant, Resident, Work, size_of, timeline
 
 WEIGHTS, MASTER, STATES = "weights", "float32 weights", "optimizer states"
 BUFFERS = "communication buffers"
@@ -173,6 +173,17 @@ class Stage:
         layers = [self._whole(layer) for layer in self.model.layers]
         return 2 * max(layers) + self._whole((*self.model.before, *self.model.after))
 
+    @cached_property
+    def whole_weights(self) -> int:
+        """Bytes of all weights of this GPU's share, before ZeRO divides them."""
+        return self._whole(self.model.parts)
+
+    @cached_property
+    def offloaded(self) -> int:
+        """Bytes in the host's memory."""
+        optimizer = self.optimizer.total() if "optimizer" in self.run.offload else 0
+        return optimizer + (self.in_flight * self.kept.total() if "activations" in self.run.offload else 0)
+
     def _whole(self, parts: Sequence[Part]) -> int:
         return sum(recipes.weight_bytes(self._recipe, weight.count) for part in parts for weight in part.weights())
 
@@ -190,9 +201,19 @@ class Stage:
         held = Counter(self.resident)
         for kind, number in self.kept.items():
             held[kind] += (self.in_flight - 1) * number
-        largest = [count for _, count in self._counts(from_zero=1)]
-        work = recipes.work_bytes(self._recipe, largest)
-        return tuple(timeline(self.work, Resident(held, self.run.parallel.micro_batches > 1, work)))
+        numbers = [count for weight, count in self._counts(from_zero=1) if weight.trained]
+        work = 0 if "optimizer" in self.run.offload else recipes.work_bytes(self._recipe, numbers)
+        moments = timeline(self.work, Resident(held, self.run.parallel.micro_batches > 1, work))
+        return tuple(map(self._on_gpu, moments))
+
+    def _on_gpu(self, instant: Instant) -> Instant:
+        """Return a moment without what lies on the host: kept tensors but for those of the part that works."""
+        if "activations" not in self.run.offload:
+            return instant
+        kinds = set(self.kept)
+        here = Counter({kind: number for kind, number in instant.held.items() if kind not in kinds})
+        here[PASSING] += max((size_of(one.kept) for one in self.work), default=0)
+        return replace(instant, held=here)
 
     @cached_property
     def peak(self) -> Instant:

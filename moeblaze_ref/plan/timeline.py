@@ -7,9 +7,10 @@ part everything that the part keeps is there, and what it needs for a while.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moeblaze_ref.memory.accounting import Tensor
-from moeblaze_ref.plan.parts import Part, Step
+from moeblaze_ref.plan.parts import Moment, Part, Step
 
 PASSING = "passing tensors"  # alive for a while, beside what is kept
 GRADIENTS = "gradients"
@@ -44,7 +45,7 @@ class Work:
     @property
     def kept(self) -> tuple[Tensor, ...]:
         """What it keeps."""
-        return self.part.kept(self.step)
+        return _kept(self.part, self.step)
 
     @property
     def where(self) -> str:
@@ -59,6 +60,16 @@ class Resident:
     held: Counter[str]  #: bytes by kind
     gradients: bool = False  #: whether all gradients are there from the start, to be added to
     optimizer_work: int = 0  #: bytes beside all this in the optimizer's step
+
+
+@lru_cache(maxsize=256)  # the layers of a model are alike
+def _kept(part: Part, step: Step) -> tuple[Tensor, ...]:
+    return part.kept(step)
+
+
+@lru_cache(maxsize=256)
+def _moments(part: Part, step: Step, phase: str) -> tuple[Moment, ...]:
+    return part.forward(step) if phase == "forward" else part.backward(step)
 
 
 def size_of(tensors: Sequence[Tensor]) -> int:
@@ -84,15 +95,15 @@ def timeline(work: Sequence[Work], resident: Resident) -> Iterator[Instant]:
         held[GRADIENTS] += sum(one.gradients for one in work)
     for one in work:
         held[one.part.kind] += size_of(one.kept)
-        for moment in one.part.forward(one.step):
+        for moment in _moments(one.part, one.step, "forward"):
             passing = Counter({PASSING: size_of(moment.beside) + one.forward})
             yield Instant("forward", one.where, held + passing)
     for one in reversed(work):
         kept, gradients = one.kept, 0 if resident.gradients else one.gradients
-        for moment in one.part.backward(one.step):
+        for moment in _moments(one.part, one.step, "backward"):
             now = held + Counter({PASSING: size_of(moment.beside) + one.backward})
             now[one.part.kind] -= size_of([tensor for tensor in kept if tensor.name in moment.freed])
-            now[GRADIENTS] += gradients * moment.gradients
+            now[GRADIENTS] += int(gradients * moment.gradients)
             yield Instant("backward", one.where, now)
         held[one.part.kind] -= size_of(kept)
         held[GRADIENTS] += gradients

@@ -1,19 +1,12 @@
 """Models of transformers without memory: torch knows each tensor's shape and dtype, and has no numbers."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moeblaze_ref.plan import configs
 from moeblaze_ref.plan.torch_models import built
-
-
-def fields_of(name: str) -> dict[str, Any]:
-    """The config.json of a carried model."""
-    return json.loads((configs.MODELS / f"{name}.json").read_text())
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """Whole models: what is counted is what transformers and autograd have, storage by storage."""
 
 import pytest
-from fake_models import fake, fields_of
+from fake_models import fake
 
 from moeblaze_ref.plan import account, configs
+from moeblaze_ref.plan.configs import fields_of
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.torch_models import built, kept_storages
 
@@ -35,9 +36,7 @@ FAMILIES = {
 
 
 def cut(name, layers=4):
-    """The config of a model with a few layers: the first is dense where the model has dense ones."""
-    fields = fields_of(name) | {"num_hidden_layers": layers}
-    return fields | ({"first_k_dense_replace": 1} if "first_k_dense_replace" in fields else {})
+    return configs.cut(fields_of(name), layers)
 
 
 TINY = {
@@ -114,7 +113,11 @@ def rows():
     """Each row of each part of each family: the family, the part's class, and the row's name."""
     for name in sorted(FAMILIES):
         parts = {type(part): part for part in configs.read(cut(name), name).parts}
-        yield from ((name, kind, row.name) for kind, part in parts.items() for row in part.kept(Step(1, 64, attention="cpu-flash")))
+        yield from (
+            (name, kind, row.name)
+            for kind, part in parts.items()
+            for row in part.kept(Step(1, 64, attention="cpu-flash"))
+        )
 
 
 def test_a_formula_without_one_of_its_rows_is_seen(monkeypatch):

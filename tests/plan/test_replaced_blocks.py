@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from fake_models import fake, fields_of
+from fake_models import fake
 from test_models import PARAMETERS, cut, kept_by, tiny
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.nn import replace_moe_blocks, system
 from moeblaze_ref.nn.transformers_models import FAMILIES
 from moeblaze_ref.plan import account, configs, experts
+from moeblaze_ref.plan.configs import fields_of
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.torch_models import built, kept_storages
 

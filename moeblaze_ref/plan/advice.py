@@ -1,0 +1,107 @@
+"""What would help most: a run is counted again with each change, and the changes are ranked by the bytes they free."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moeblaze_ref.core.units import GB
+from moeblaze_ref.plan.experts import GroupedExperts
+from moeblaze_ref.plan.flops import forward_flops, part_flops
+from moeblaze_ref.plan.parts import Part
+from moeblaze_ref.plan.recipes import RECIPES
+from moeblaze_ref.plan.run import OFFLOADS, Run
+
+TERA = 10**12
+TWICE = "twice the GPUs"
+COARSER = "the optimizer's numbers are coarser: compare the loss"
+IN_KERNEL = "none: the kernel computes probabilities again while it works"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a run, and what it brings."""
+
+    what: str  #: the options to type
+    saved: int  #: bytes of the peak of the fullest GPU
+    cost: str  #: what a GPU does more in a step
+
+
+def changes(run: Run, most: int = 5) -> list[Change]:
+    """The changes that lower the peak, the best first; at most ``most`` of them."""
+    before = run.worst.peak.bytes
+    found = [Change(what, before - other.worst.peak.bytes, cost) for what, other, cost in _possible(run)]
+    return sorted((one for one in found if one.saved > 0), key=lambda one: -one.saved)[:most]
+
+
+def _possible(run: Run) -> Iterator[tuple[str, Run, str]]:
+    """Yield each changed run that can be counted."""
+    for what, fields, cost in _candidates(run):
+        try:
+            other = replace(run, **fields)
+            if other.worst:
+                yield what, other, cost
+        except ValueError:  # the model cannot be divided, checkpointed or computed so
+            continue
+
+
+def _candidates(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield options, the fields of the run that they change, and their cost."""
+    parallel, step = run.parallel, run.step
+    if run.checkpoint == "none":
+        yield "--checkpoint selective", {"checkpoint": "selective"}, "norms, activations and copies once more"
+    if run.checkpoint != "layer":
+        yield "--checkpoint layer", {"checkpoint": "layer"}, _computed(run, _layers(run))
+    if parallel.data > 1 and parallel.zero < 3:
+        more = replace(parallel, zero=parallel.zero + 1)
+        yield f"--zero {more.zero}", {"parallel": more}, _gathered(run) if more.zero == 3 else "none"
+    if parallel.zero:
+        yield f"--data {2 * parallel.data}", {"parallel": replace(parallel, data=2 * parallel.data)}, TWICE
+    if any(isinstance(part, GroupedExperts) for part in run.model.parts):
+        more = replace(parallel, data=2 * parallel.data, expert=2 * parallel.expert)
+        yield f"--data {more.data} --expert {more.expert}", {"parallel": more}, f"{TWICE}, and rows travel"
+    for name in RECIPES:
+        yield f"--recipe {name}", {"recipe": name}, COARSER
+    for name in OFFLOADS:
+        yield f"--offload {name}", {"offload": (*run.offload, name)}, _moved(run, name)
+    if step.batch > 1:
+        half = replace(step, batch=step.batch // 2)
+        yield f"--batch {half.batch}", {"step": half}, "more micro batches for as many tokens"
+    if step.attention == "math":
+        yield "--attention flash", {"step": replace(step, attention="flash")}, IN_KERNEL
+    yield from _policies(run)
+
+
+def _policies(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield our layer with the two policies that keep least, if it can take the place of the experts."""
+    experts = [part for part in run.model.parts if isinstance(part, GroupedExperts)]
+    costs = {"minimal": "none: Y_swi is computed again within a product"}
+    costs["inputs"] = _computed(run, experts, 2 / 3)  # two of three products
+    for policy, cost in costs.items():
+        try:
+            yield f"--experts moeblaze/{policy}", {"model": run.model.in_system("moeblaze", policy)}, cost
+        except ValueError:
+            return
+
+
+def _layers(run: Run) -> list[Part]:
+    return [part for layer in run.model.layers for part in layer]
+
+
+def _computed(run: Run, parts: Sequence[Part], share: float = 1.0) -> str:
+    """The cost of computing the forward of some parts once more, on each GPU."""
+    flops = share * sum(part_flops(part, run.step) for part in parts)
+    on_gpu = flops * run.parallel.micro_batches / (run.parallel.tensor * run.parallel.pipeline)
+    return f"{on_gpu / TERA:,.1f} TFLOP more, {flops / (3 * forward_flops(run.model, run.step)):.0%}"
+
+
+def _gathered(run: Run) -> str:
+    """The cost of weights that are divided: they are gathered for each forward and each backward."""
+    number = 2 * run.parallel.micro_batches * run.worst.whole_weights
+    return f"{number / GB:,.1f} GB of weights received"
+
+
+def _moved(run: Run, name: str) -> str:
+    """The cost of an offload: bytes to the host and back."""
+    stage = run.worst
+    number = stage.whole_weights if name == "optimizer" else stage.kept.total() * run.parallel.micro_batches
+    return f"{2 * number / GB:,.1f} GB to the host and back"

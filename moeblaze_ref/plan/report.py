@@ -1,0 +1,199 @@
+"""A run's plan as tables for a terminal and as JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from moeblaze_ref.core.units import GB, GIB
+from moeblaze_ref.plan import account, recipes, shares
+from moeblaze_ref.plan.advice import Change
+from moeblaze_ref.plan.checkpoints import CHECKPOINTS
+from moeblaze_ref.plan.flops import forward_flops
+from moeblaze_ref.plan.parts import KERNELS
+from moeblaze_ref.plan.run import Run, Stage
+from moeblaze_ref.plan.skew import Unevenness
+
+EVEN = Unevenness("rows spread evenly", (1.0,))
+CAPACITIES = (24, 48, 80, 96, 141, 192)  # GB, as the makers of GPUs print them
+OVERHEAD = 0.05  # of the peak: what an allocator adds, and a CUDA context; an assumption
+
+
+def as_json(
+    run: Run, changes: Sequence[Change], uneven: Unevenness = EVEN, overhead: float = OVERHEAD
+) -> dict[str, Any]:
+    """The plan as plain data: what ``moeblaze plan --json`` prints.
+
+    Returns
+    -------
+    dict
+        {model, parameters, beside, gpus, step, recipe, ..., notes, stages: [{stage, layers, in_flight, resident, kept,
+        host_bytes, peak: {phase, where, bytes, by_kind}}], worst, with_overhead_bytes, changes: [{change, saved_bytes,
+        cost}]}. Bytes are ints.
+    """
+    parallel, step = run.parallel, run.step
+    return {
+        "model": run.model.name,
+        "parameters": account.parameters(run.model),
+        "beside": dict(run.model.beside),
+        "gpus": parallel.gpus,
+        "parallel": {name: getattr(parallel, name) for name in parallel.__dataclass_fields__},
+        "batch": step.batch,
+        "sequence": step.sequence,
+        "attention": step.attention,
+        "recipe": run.recipe,
+        "checkpoint": run.checkpoint,
+        "offload": list(run.offload),
+        "imbalance": run.imbalance,
+        "imbalances": {"source": uneven.source, "batches": list(uneven.batches)},
+        "bubble": parallel.bubble,
+        "forward_flops": forward_flops(run.model, step),
+        "notes": notes(run),
+        "stages": [_stage_as_json(stage) for stage in run.stages],
+        "worst": run.worst.number,
+        "with_overhead_bytes": with_overhead(run, overhead),
+        "changes": [{"change": one.what, "saved_bytes": one.saved, "cost": one.cost} for one in changes],
+    }
+
+
+def _stage_as_json(stage: Stage) -> dict[str, Any]:
+    peak = stage.peak
+    return {
+        "stage": stage.number,
+        "layers": [stage.first_layer, stage.first_layer + len(stage.model.layers)],
+        "in_flight": stage.in_flight,
+        "resident": dict(stage.resident),
+        "gradients": sum(one.gradients for one in stage.work),
+        "kept": dict(stage.kept),
+        "host_bytes": stage.offloaded,
+        "peak": {"phase": peak.phase, "where": peak.where, "bytes": peak.bytes, "by_kind": dict(peak.held)},
+    }
+
+
+def with_overhead(run: Run, overhead: float = OVERHEAD) -> int:
+    """Bytes that a GPU must have: the worst stage's peak, and what is assumed for the allocator."""
+    return int(run.worst.peak.bytes * (1 + overhead))
+
+
+def notes(run: Run) -> list[str]:
+    """What a reader must know about the numbers."""
+    found = [f"Not planned: {name}, {count:,} parameters." for name, count in run.model.beside]
+    if run.step.sequence > run.model.longest:
+        found.append(
+            f"Warning: sequence is {run.step.sequence}, but the model's positions end at {run.model.longest} "
+            "(max_position_embeddings)."
+        )
+    return [*run.model.notes, *found]
+
+
+def tables(
+    run: Run, changes: Sequence[Change], uneven: Unevenness = EVEN, overhead: float = OVERHEAD
+) -> RenderableType:
+    """The plan of the fullest GPU, what fits where, the stages of a pipeline, and the changes; for 100 columns."""
+    remarks = (_assumptions(run, uneven, overhead), *notes(run))
+    return Group(
+        _headline(run),
+        peak_table(run),
+        fits_table(run, uneven, overhead),
+        *([stages_table(run)] if run.parallel.pipeline > 1 else []),
+        changes_table(changes),
+        *(Padding(Text(remark), (0, 0, 1, 1)) for remark in remarks),
+    )
+
+
+def _headline(run: Run) -> Text:
+    parallel, step = run.parallel, run.step
+    return Text(
+        f"\n{run.model.name}: {account.parameters(run.model):,} parameters; {step.batch} x {step.sequence:,} tokens a "
+        f"micro batch, {parallel.micro_batches} a step, on {parallel.gpus:,} GPU{'s' * (parallel.gpus > 1)}; "
+        f"{recipes.RECIPES[run.recipe].says}"
+    )
+
+
+def peak_table(run: Run) -> Table:
+    """One row for each kind of bytes at the peak of the fullest GPU, the largest first."""
+    stage = run.worst
+    peak = stage.peak
+    where = f"stage {stage.number}, " if run.parallel.pipeline > 1 else ""
+    table = _table(f"At the peak of the fullest GPU: {where}{peak.phase}, {peak.where}")
+    table.add_column("what")
+    for name in ("bytes", "GB", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for kind, number in peak.held.most_common():
+        if number:
+            table.add_row(kind, f"{number:,}", f"{number / GB:,.3f}", f"{number / peak.bytes:.1%}")
+    table.add_section()
+    table.add_row(
+        "together", f"{peak.bytes:,}", f"{peak.bytes / GB:,.3f}", f"{peak.bytes / GIB:,.2f} GiB", style="bold"
+    )
+    if stage.offloaded:
+        table.add_row("in the host's memory", f"{stage.offloaded:,}", f"{stage.offloaded / GB:,.3f}", "")
+    return table
+
+
+def fits_table(run: Run, uneven: Unevenness, overhead: float) -> Table:
+    """One column for each capacity: whether the fullest GPU's peak fits, with the allocator's overhead.
+
+    If batches of a trace differ, also how many of them do not fit.
+    """
+    needed = with_overhead(run, overhead)
+    table = _table(f"Needed with {overhead:.0%} for the allocator: {needed / GB:,.1f} GB")
+    cells = []
+    for capacity in CAPACITIES:
+        table.add_column(f"{capacity} GB", justify="right")
+        left = capacity * GB - needed
+        cells.append(f"{left / GB:,.1f} left" if left >= 0 else f"{-left / GB:,.1f} too much")
+    table.add_row(*cells)
+    if len(uneven.batches) > 1:
+        table.add_row(*(f"{uneven.exceeding(run, one * GB, overhead):.0%} of batches" for one in CAPACITIES))
+    return table
+
+
+def stages_table(run: Run) -> Table:
+    """One row for each stage of the pipeline."""
+    table = _table(f"Stages of the pipeline; each waits {run.parallel.bubble:.1%} of a step (1F1B)")
+    for name in ("stage", "layers", "in flight", "weights GB", "kept GB", "peak GB", "peak at"):
+        table.add_column(name, justify="left" if name == "peak at" else "right")
+    for stage in run.stages:
+        first, count = stage.first_layer, len(stage.model.layers)
+        table.add_row(
+            str(stage.number),
+            f"{first} to {first + count - 1}",
+            str(stage.in_flight),
+            f"{stage.resident['weights'] / GB:,.2f}",
+            f"{stage.kept.total() / GB:,.2f}",
+            f"{stage.peak.bytes / GB:,.2f}",
+            f"{stage.peak.phase}, {stage.peak.where}",
+        )
+    return table
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """One row for each change, the best first."""
+    table = _table("What would help most, each by itself")
+    table.add_column("option", no_wrap=True)
+    table.add_column("frees GB", justify="right", no_wrap=True)
+    table.add_column("costs each GPU in a step")
+    for one in changes:
+        table.add_row(one.what, f"{one.saved / GB:,.1f}", one.cost)
+    return table
+
+
+def _assumptions(run: Run, uneven: Unevenness, overhead: float) -> str:
+    return (
+        f"Attention: {KERNELS[run.step.attention]}. Checkpoints: {CHECKPOINTS[run.checkpoint]}. "
+        f"ZeRO {run.parallel.zero}: {shares.ZERO[run.parallel.zero]}. Gradients have the weights' dtype and lie in the "
+        f"buffers that are sent. The optimizer runs in one kernel. Routed rows: {uneven.source}; the fullest GPU gets "
+        f"{run.imbalance:.2f} times an even share. "
+        f"The allocator's {overhead:.0%} are an assumption. GB is 1e9 bytes, GiB 2**30."
+    )
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=Text(f"\n{title}"), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )

@@ -1,0 +1,59 @@
+"""The peak of a run against the batch or the sequence, for each save policy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.plan.configs import Model
+from moeblaze_ref.plan.parts import Step
+from moeblaze_ref.plan.run import Run
+
+AXES = ("batch", "sequence")
+FACTORS = (0.25, 0.5, 1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The peaks of one way to compute the experts."""
+
+    experts: str  #: as the option ``--experts`` names it
+    sizes: tuple[int, ...]  #: batches or sequences
+    peaks: tuple[int, ...]  #: bytes
+
+
+def sweep(run: Run, axis: str) -> Sequence[Line]:
+    """Lines of a run's own experts and, where our layer can take their place, of each policy.
+
+    Parameters
+    ----------
+    run : Run
+    axis : str
+        One of ``AXES``; from a quarter of the run's own to eight times it.
+
+    Returns
+    -------
+    sequence of Line
+    """
+    own = getattr(run.step, axis)
+    sizes = tuple(sorted({max(1, int(own * factor)) for factor in FACTORS}))
+    return [
+        Line(name, sizes, tuple(_peak(run, model, axis, size) for size in sizes)) for name, model in _ways(run.model)
+    ]
+
+
+def _peak(run: Run, model: Model, axis: str, size: int) -> int:
+    return replace(run, model=model, step=_resized(run.step, axis, size)).worst.peak.bytes
+
+
+def _resized(step: Step, axis: str, size: int) -> Step:
+    return replace(step, batch=size) if axis == "batch" else replace(step, sequence=size)
+
+
+def _ways(model: Model) -> list[tuple[str, Model]]:
+    ways = [("as given", model)]
+    for policy in POLICIES:
+        try:
+            ways.append((f"moeblaze/{policy}", model.in_system("moeblaze", policy)))
+        except ValueError:
+            break
+    return ways
