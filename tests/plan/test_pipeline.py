@@ -7,12 +7,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from fake_models import fake, fields_of
+from fake_models import fake
 from test_models import FAMILIES, tiny
 from torch import nn
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from moeblaze_ref.plan import account, configs
+from moeblaze_ref.plan.configs import fields_of
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.run import MASTER, STATES, WEIGHTS, Run
 from moeblaze_ref.plan.shares import Parallel
