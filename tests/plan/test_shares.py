@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from fake_models import fake
 from test_models import FAMILIES, cut, tiny
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
@@ -147,6 +148,25 @@ def planned(stage: Stage, rank: int = 0) -> Held:
 
 # Weights, gradients and states ---------------------------------------------------------------------------------------
 
+EVEN = tiny("olmoe-1b-7b")
+UNEVEN = EVEN | {"vocab_size": 201, "num_experts": 7}
+
+
+def test_one_gpu_holds_what_is_planned():
+    with built(UNEVEN) as model:
+        assert after_a_step(model, torch.optim.AdamW(model.parameters())) == planned(stage_of(UNEVEN))
+
+
+def test_a_float32_copy_and_its_states_are_those_of_torch():
+    with built(UNEVEN) as model:
+        copies = [nn.Parameter(weight.detach().float()) for weight in model.parameters()]
+    for one in copies:
+        one.grad = torch.zeros_like(one)
+    optimizer = torch.optim.AdamW(copies)
+    optimizer.step()
+    stage = stage_of(UNEVEN, "bf16-master")
+    assert (in_storages(copies), in_states(optimizer)) == (stage.resident[MASTER], stage.resident[STATES])
+
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_weights_have_the_shapes_of_torch(name):
@@ -174,10 +194,6 @@ def test_64_gpus_hold_what_zero_3_plans_of_qwen3():
             found = fully_sharded(fields, mesh)
     assert found == planned(stage_of(fields, data=64, zero=3))
     assert found.weights == 97_337_952
-
-
-EVEN = tiny("olmoe-1b-7b")
-UNEVEN = EVEN | {"vocab_size": 201, "num_experts": 7}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -221,7 +237,7 @@ def routing(size, crowded):
     return (after % size * (EXPERTS // size) + choices // size).int()
 
 
-class OneLayer(torch.nn.Module):
+class OneLayer(nn.Module):
     """A layer with a part of its experts, on tokens of this rank's own."""
 
     def __init__(self, mesh, policy, crowded):
@@ -238,9 +254,10 @@ class OneLayer(torch.nn.Module):
         return SimpleNamespace(loss=self.layer(x, self.routing).out)
 
 
-def kept_by_layer(*arguments):
-    """Bytes of each storage that the layer keeps on this rank."""
-    return kept_storages(OneLayer(*arguments), 1, TOKENS)
+def held_by_layer(*arguments):
+    """The shapes of the layer's weights on this rank, and bytes of each storage that it keeps."""
+    layer = OneLayer(*arguments)
+    return sorted(tuple(weight.shape) for weight in layer.parameters()), kept_storages(layer, 1, TOKENS)
 
 
 def on_a_rank():
@@ -252,9 +269,9 @@ def on_a_rank():
         "float32": fully_sharded(UNEVEN, meshes[4], in_float32=True),
         "zero 1": {size: with_divided_states(EVEN, mesh.get_group()) for size, mesh in meshes.items()},
         "experts": {
-            (size, policy): kept_by_layer(meshes[size], policy, False) for size in meshes for policy in POLICIES
+            (size, policy): held_by_layer(meshes[size], policy, False) for size in meshes for policy in POLICIES
         },
-        "crowded": kept_by_layer(meshes[4], "minimal", True),
+        "crowded": held_by_layer(meshes[4], "minimal", True),
     }
 
 
@@ -286,22 +303,23 @@ def test_zero_1_divides_the_same_states_as_torch_which_divides_them_by_whole_ten
 
 
 def planned_of_layer(size, policy, imbalance=1.0):
-    """Bytes of each tensor that the plan counts on one rank."""
+    """The same as the plan has it."""
     whole = MoEBlock(WIDTH, HIDDEN, EXPERTS, CHOSEN, "moeblaze", policy)
     rank = uneven(whole.share(1, size), imbalance)
-    return sorted(tensor.bytes for tensor in rank.kept(Step(1, TOKENS)))
+    shapes = sorted(weight.dims for weight in rank.weights())
+    return shapes, sorted(tensor.bytes for tensor in rank.kept(Step(1, TOKENS)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_ranks_with_some_of_the_experts_keep_what_is_planned(ranks, size, policy):
+def test_ranks_with_some_of_the_experts_hold_what_is_planned(ranks, size, policy):
     assert [rank["experts"][size, policy] for rank in ranks] == [planned_of_layer(size, policy)] * 4
 
 
 def test_the_fullest_rank_keeps_what_is_planned_for_its_imbalance(ranks):
     crowded = [rank["crowded"] for rank in ranks]
     assert crowded[0] == planned_of_layer(4, "minimal", imbalance=4 / 3)
-    assert sum(crowded[0]) > max(map(sum, crowded[1:]))
+    assert sum(crowded[0][1]) > max(sum(kept) for _, kept in crowded[1:])
 
 
 def test_rows_of_experts_on_one_gpu_are_never_uneven():
