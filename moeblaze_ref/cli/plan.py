@@ -56,8 +56,11 @@ def plan(
         uneven = skew.of_run(even, trace, zipf)
         run = replace(even, imbalance=uneven.worst)
         names = (*PLOTS, *([f"plan_by_{sweep}"] if sweep else []))
+        checks.check_within("overhead", overhead, 0, 1)
         if sweep:
             checks.check_name("sweep", sweep, sweeps.AXES)
+            if not plots:
+                raise ValueError("--sweep draws a plot: it needs a folder, --plots")
         if plots:
             figures.check(plots, names, force)
         found = advice.changes(run)

@@ -257,7 +257,11 @@ class MoEBlock:
         """
         plain = Router(router.d, router.E, router.k, renormalize=router.renormalize)
         if router != plain or not isinstance(experts, GroupedExperts) or experts.clamped:
-            raise ValueError(f"no layer here takes the place of {router} and {experts}")
+            raise ValueError(
+                f"experts is {system!r}, but no layer here has such a router ({router.scores}, in "
+                f"{'float32' if router.in_float32 else 'its own dtype'}) and {type(experts).__name__}"
+                f"{' with biases' * getattr(experts, 'clamped', False)}: it must be 'torch'"
+            )
         return cls(router.d, experts.h, router.E, router.k, system, policy)
 
     def weights(self) -> tuple[Weight, ...]:

@@ -98,7 +98,7 @@ def tables(
     return Group(
         _headline(run),
         peak_table(run),
-        fits_table(run, uneven, overhead),
+        *(Padding(Text(sentence), (0, 0, 1, 1)) for sentence in fits(run, uneven, overhead)),
         *([stages_table(run)] if run.parallel.pipeline > 1 else []),
         changes_table(changes),
         *(Padding(Text(remark), (0, 0, 1, 1)) for remark in remarks),
@@ -135,22 +135,17 @@ def peak_table(run: Run) -> Table:
     return table
 
 
-def fits_table(run: Run, uneven: Unevenness, overhead: float) -> Table:
-    """One column for each capacity: whether the fullest GPU's peak fits, with the allocator's overhead.
-
-    If batches of a trace differ, also how many of them do not fit.
-    """
+def fits(run: Run, uneven: Unevenness, overhead: float) -> list[str]:
+    """Sentences: what a GPU needs, which capacities are enough and, if batches differ, for how many of them."""
     needed = with_overhead(run, overhead)
-    table = _table(f"Needed with {overhead:.0%} for the allocator: {needed / GB:,.1f} GB")
-    cells = []
-    for capacity in CAPACITIES:
-        table.add_column(f"{capacity} GB", justify="right")
-        left = capacity * GB - needed
-        cells.append(f"{left / GB:,.1f} left" if left >= 0 else f"{-left / GB:,.1f} too much")
-    table.add_row(*cells)
+    enough = [one for one in CAPACITIES if needed <= one * GB]
+    least = f"A GPU of {enough[0]} GB is enough" if enough else f"No GPU of {CAPACITIES[-1]} GB is enough"
+    short = [f"{one} GB: {(needed - one * GB) / GB:,.1f} short" for one in CAPACITIES if one not in enough]
+    found = [f"{needed / GB:,.1f} GB with {overhead:.0%} for the allocator. {least}. {'; '.join(short)}"]
     if len(uneven.batches) > 1:
-        table.add_row(*(f"{uneven.exceeding(run, one * GB, overhead):.0%} of batches" for one in CAPACITIES))
-    return table
+        parts = (f"{one} GB {uneven.exceeding(run, one * GB, overhead):.0%}" for one in CAPACITIES)
+        found.append(f"Batches whose peak is above a capacity: {', '.join(parts)}.")
+    return found
 
 
 def stages_table(run: Run) -> Table:

@@ -14,7 +14,7 @@ from moeblaze_ref.plan.configs import Model
 from moeblaze_ref.plan.experts import GroupedExperts
 from moeblaze_ref.plan.parts import Part, Step, Weight
 from moeblaze_ref.plan.shares import Parallel
-from moeblaze_ref.plan.timeline import PASSING, Instant, Resident, Work, size_of, timeline
+from moeblaze_ref.plan.timeline import Instant, Resident, Work, size_of, timeline
 
 WEIGHTS, MASTER, STATES = "weights", "float32 weights", "optimizer states"
 BUFFERS = "communication buffers"
@@ -198,22 +198,13 @@ class Stage:
     @cached_property
     def timeline(self) -> tuple[Instant, ...]:
         """The moments of the step when most micro batches are in flight."""
-        held = Counter(self.resident)
+        held, offloads = Counter(self.resident), "activations" in self.run.offload
         for kind, number in self.kept.items():
-            held[kind] += (self.in_flight - 1) * number
+            held[kind] += (self.in_flight - 1) * number * (not offloads)
         numbers = [count for weight, count in self._counts(from_zero=1) if weight.trained]
         work = 0 if "optimizer" in self.run.offload else recipes.work_bytes(self._recipe, numbers)
-        moments = timeline(self.work, Resident(held, self.run.parallel.micro_batches > 1, work))
-        return tuple(map(self._on_gpu, moments))
-
-    def _on_gpu(self, instant: Instant) -> Instant:
-        """Return a moment without what lies on the host: kept tensors but for those of the part that works."""
-        if "activations" not in self.run.offload:
-            return instant
-        kinds = set(self.kept)
-        here = Counter({kind: number for kind, number in instant.held.items() if kind not in kinds})
-        here[PASSING] += max((size_of(one.kept) for one in self.work), default=0)
-        return replace(instant, held=here)
+        resident = Resident(held, self.run.parallel.micro_batches > 1, work, offloads)
+        return tuple(timeline(self.work, resident))
 
     @cached_property
     def peak(self) -> Instant:
