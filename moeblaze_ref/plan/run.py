@@ -93,15 +93,13 @@ class Stage:
         return recipes.RECIPES[self.run.recipe]
 
     @cached_property
-    def trained(self) -> tuple[tuple[Part, Weight], ...]:
-        """The weights here, each with its part."""
-        return tuple((part, weight) for part in _inner(self.model.parts) for weight in part.weights())
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights here, before ZeRO divides them."""
+        return tuple(weight for part in self.model.parts for weight in part.weights())
 
     def _counts(self, from_zero: int) -> Iterator[tuple[Weight, int]]:
-        """Yield each trained weight and how many of its numbers lie here, if ZeRO divides from that stage on."""
-        for part, weight in self.trained:
-            copies = self.run.parallel.copies(part) if self.run.parallel.zero >= from_zero else 1
-            yield weight, -(-weight.count // copies)
+        """Yield each weight and how many of its numbers lie here, if ZeRO divides from that stage on."""
+        return ((weight, self.run.parallel.held(weight, from_zero)) for weight in self.weights)
 
     @cached_property
     def resident(self) -> Counter[str]:
@@ -125,13 +123,8 @@ class Stage:
         return held
 
     def _gradients(self, part: Part) -> int:
-        zero = self.run.parallel.zero
-        return sum(
-            recipes.weight_bytes(self._recipe, -(-weight.count // (self.run.parallel.copies(one) if zero >= 2 else 1)))
-            for one in _inner([part])
-            for weight in one.weights()
-            if weight.trained
-        )
+        held = self.run.parallel.held
+        return sum(recipes.weight_bytes(self._recipe, held(one, 2)) for one in part.weights() if one.trained)
 
     @cached_property
     def stream(self) -> int:

@@ -47,6 +47,11 @@ class _Saved:
         self.tensor = tensor.detach()
 
 
+def here(tensor: Tensor) -> Tensor:
+    """Return a tensor, or this rank's part of one that several ranks have."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
     """The loss of ``batch`` sequences of ``sequence`` equal tokens."""
     ids = torch.zeros(batch, sequence, dtype=torch.long, device=next(model.parameters()).device)
@@ -65,10 +70,10 @@ def kept_storages(model: nn.Module, batch: int, sequence: int) -> list[int]:
     with saved_tensors_hooks(pack, lambda one: one.tensor):
         loss = loss_of(model, batch, sequence)
     gc.collect()
-    own = {StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+    own = {StorageWeakRef(here(tensor).untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
     found = {}
     for one in saved:
-        storage = one.tensor.untyped_storage()
+        storage = here(one.tensor).untyped_storage()
         if StorageWeakRef(storage) not in own:
             found[storage._cdata] = storage.nbytes()
     del loss
