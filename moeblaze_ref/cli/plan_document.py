@@ -1,6 +1,6 @@
 """Writes docs/plan.md: the output of each of its commands, and what a GPU measured.
 
-A block of a command in bash is followed by the block of its output. Run ``python -m moeblaze_ref.cli.plan_document``.
+A block with a command is followed by the block of its output. Run ``python -m moeblaze_ref.cli.plan_document``.
 """
 
 import json
@@ -18,7 +18,7 @@ from moeblaze_ref.core.paths import DOCS
 PAGE = DOCS / "plan.md"
 RECORD = DOCS / "results" / "plan_h100.json"
 COLUMNS = 100
-_COMMAND = re.compile(r"```bash\nmoeblaze (.*)\n```\n\n<!-- begin (\w+) -->")
+_COMMAND = re.compile(r"```text\nmoeblaze (.*)\n```\n\n<!-- begin (\w+) -->")
 
 
 def page(text: str) -> str:

@@ -20,7 +20,6 @@ class Whole:
     """What parts have in common that no tensor parallelism and no checkpoint divides."""
 
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     def products(self, step: Step) -> tuple[Tensor, ...]:
         """Return nothing: no selective checkpoint is counted."""
@@ -158,12 +157,12 @@ class LocalExperts(Whole):
     #: Rows that a fixed or dynamic capacity reserves, as a multiple of an even share.
     capacity_factor: float = 1.0
     kind: ClassVar[str] = "experts"
-    by_expert: ClassVar[bool] = True
 
     def weights(self) -> tuple[Weight, ...]:
-        """Return wg (d, E), w1 (E, d, 4 d) and w3 (E, 4 d, d)."""
+        """Return wg (E, d), w1 (E, d, 4 d) and w3 (E, 4 d, d)."""
         d, h, E = self.d, 4 * self.d, self.E
-        return Weight("wg", (d, E)), Weight("w1", (E, d, h)), Weight("w3", (E, h, d))
+        experts = (Weight("w1", (E, d, h), of_experts=True), Weight("w3", (E, h, d), of_experts=True))
+        return (Weight("wg", (E, d)), *experts)
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return what the account of the layer keeps."""

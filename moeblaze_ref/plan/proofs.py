@@ -79,13 +79,14 @@ RULES = {
 
 
 def _kept(run: Run, kind: str) -> bool:
-    """What the parts of a kind keep: in bfloat16, and on the GPU.
+    """What the parts of a kind keep: in bfloat16 on a CPU and a GPU, in float32 on a CPU.
 
-    Tests: test_a_whole_model_keeps_what_autograd_keeps, test_attention_step_by_step_keeps_all_probabilities,
-    test_a_plan_is_what_the_gpu_has, test_each_stage_holds_what_torch_holds, test_a_rank_holds_what_is_planned;
-    for checkpoints test_checkpointed_layers_keep_what_torch_has_alive, without tensor parallelism.
+    Tests: test_a_whole_model_keeps_what_autograd_keeps, test_a_model_in_float32_keeps_what_autograd_keeps,
+    test_attention_step_by_step_keeps_all_probabilities, test_a_plan_is_what_the_gpu_has,
+    test_each_stage_holds_what_torch_holds, test_a_rank_holds_what_is_planned; for checkpoints
+    test_checkpointed_layers_keep_what_torch_has_alive, without tensor parallelism.
     """
-    if recipes.RECIPES[run.recipe].dtype != "bfloat16" or "activations" in run.offload:
+    if "activations" in run.offload or (recipes.RECIPES[run.recipe].dtype == "float32" and run.step.on_gpu):
         return False
     if run.checkpoint != "none":
         return run.parallel.tensor == 1 and _are_experts_kept(run) and not _is_masked_on_gpu(run)

@@ -12,9 +12,11 @@ from rich.text import Text
 from moeblaze_ref.core.units import GB, GIB
 from moeblaze_ref.plan import account, recipes, shares
 from moeblaze_ref.plan.advice import Change
+from moeblaze_ref.plan.attention import SinkAttention
 from moeblaze_ref.plan.checkpoints import CHECKPOINTS
 from moeblaze_ref.plan.flops import forward_flops
 from moeblaze_ref.plan.parts import KERNELS
+from moeblaze_ref.plan.proofs import proof
 from moeblaze_ref.plan.run import Run, Stage
 from moeblaze_ref.plan.skew import Unevenness
 
@@ -71,6 +73,7 @@ def _stage_as_json(stage: Stage) -> dict[str, Any]:
         "kept": dict(stage.kept),
         "host_bytes": stage.offloaded,
         "peak": {"phase": peak.phase, "where": peak.where, "bytes": peak.bytes, "by_kind": dict(peak.held)},
+        "known_by": {kind: proof(stage.run, kind) for kind in peak.held},
     }
 
 
@@ -87,6 +90,8 @@ def notes(run: Run) -> list[str]:
             f"Warning: sequence is {run.step.sequence}, but the model's positions end at {run.model.longest} "
             "(max_position_embeddings)."
         )
+    if any(isinstance(part, SinkAttention) for part in run.model.parts):
+        found.append("gpt-oss's attention runs in plain torch, whatever kernel is asked for.")
     return [*run.model.notes, *found]
 
 
@@ -121,11 +126,13 @@ def peak_table(run: Run) -> Table:
     where = f"stage {stage.number}, " if run.parallel.pipeline > 1 else ""
     table = _table(f"At the peak of the fullest GPU: {where}{peak.phase}, {peak.where}")
     table.add_column("what")
-    for name in ("bytes", "GB", "share"):
+    for name in ("bytes", "GB", "part"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("known by")
     for kind, number in peak.held.most_common():
         if number:
-            table.add_row(kind, f"{number:,}", f"{number / GB:,.3f}", f"{number / peak.bytes:.1%}")
+            part = f"{number / peak.bytes:.1%}"
+            table.add_row(kind, f"{number:,}", f"{number / GB:,.3f}", part, proof(run, kind))
     table.add_section()
     table.add_row(
         "together", f"{peak.bytes:,}", f"{peak.bytes / GB:,.3f}", f"{peak.bytes / GIB:,.2f} GiB", style="bold"
