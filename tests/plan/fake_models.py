@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from moeblaze_ref.plan import configs
 
@@ -35,6 +34,8 @@ def fake(fields: dict[str, Any]) -> Iterator[Any]:
 @contextlib.contextmanager
 def real(fields: dict[str, Any]) -> Iterator[Any]:
     """The model of a config.json, in bfloat16."""
+    from transformers import AutoConfig, AutoModelForCausalLM, masking_utils  # seconds, which few processes need
+
     config = AutoConfig.for_model(**fields)
     config._attn_implementation = ATTENTION.get(config.model_type, "sdpa")
     if config.model_type not in OWN_EXPERTS:
