@@ -7,6 +7,9 @@
 
 PYTHON ?= python3
 
+# A process that may not keep the bytecode of what it imports compiles torch each time: four seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 # The stamp of a finished set-up holds the index that torch came from: later installs read it there.
 STAMP := .venv/torch-index-url

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 # As transformers chooses where it can: gpt-oss's attention has no other form, Llama 4's experts neither.
 ATTENTION = {"gpt_oss": "eager"}
@@ -23,6 +22,8 @@ def built(fields: dict[str, Any]) -> Iterator[nn.Module]:
 
     While the context is open its forward does not look into the positions for sequences that are packed together.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM, masking_utils  # two seconds, which only a model costs
+
     config = AutoConfig.for_model(**fields)
     config._attn_implementation = ATTENTION.get(config.model_type, "sdpa")
     if config.model_type not in OWN_EXPERTS:

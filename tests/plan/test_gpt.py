@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from moeblaze_ref.core.config import MODELS, ModelConfig
 from moeblaze_ref.plan import account
@@ -16,6 +15,8 @@ DENSE = {name: size for name, size in MODELS.items() if size.E == 1}
 
 def gpt2(size, dropout=0.0):
     """Transformers' model of the same sizes, whose GELU is one operator."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # two seconds
+
     config = GPT2Config(
         n_embd=size.d,
         n_layer=size.layers,
