@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 
 import numpy as np
+import processes
 import pytest
 from test_cli import moeblaze
 
@@ -169,3 +171,12 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, said):
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert re.search(said, result.stderr), result.stderr
+
+
+def test_a_plan_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from typer.testing import CliRunner; from moeblaze_ref.cli.app import app; "
+        "CliRunner().invoke(app, ['plan', 'qwen3-30b-a3b', '--batch', '1', '--sequence', '4096']); "
+        "print('moeblaze_ref.plan.run' in sys.modules, {*sys.modules} & {'torch', 'transformers', 'matplotlib'})"
+    )
+    assert processes.run([sys.executable, "-c", code]).stdout == "True set()\n"
