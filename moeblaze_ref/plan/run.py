@@ -170,22 +170,24 @@ class Stage:
     @cached_property
     def gathered(self) -> int:
         """Bytes of whole weights, or of their gradients, while ZeRO gathers them: two layers, and all beside layers."""
-        layers = [self._whole(layer) for layer in self.model.layers]
-        return 2 * max(layers) + self._whole((*self.model.before, *self.model.after))
+        layers = [self._divided(layer) for layer in self.model.layers]
+        return 2 * max(layers) + self._divided((*self.model.before, *self.model.after))
+
+    def _divided(self, parts: Sequence[Part]) -> int:
+        """Bytes of the weights of which other GPUs have copies."""
+        weights = (weight for part in parts for weight in part.weights() if self.run.parallel.copies(weight) > 1)
+        return sum(recipes.weight_bytes(self._recipe, weight.count) for weight in weights)
 
     @cached_property
     def whole_weights(self) -> int:
         """Bytes of all weights of this GPU's share, before ZeRO divides them."""
-        return self._whole(self.model.parts)
+        return sum(recipes.weight_bytes(self._recipe, weight.count) for weight in self.weights)
 
     @cached_property
     def offloaded(self) -> int:
         """Bytes in the host's memory."""
         optimizer = self.optimizer.total() if "optimizer" in self.run.offload else 0
         return optimizer + (self.in_flight * self.kept.total() if "activations" in self.run.offload else 0)
-
-    def _whole(self, parts: Sequence[Part]) -> int:
-        return sum(recipes.weight_bytes(self._recipe, weight.count) for part in parts for weight in part.weights())
 
     @cached_property
     def kept(self) -> Counter[str]:
