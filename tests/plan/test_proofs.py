@@ -70,7 +70,7 @@ def compared(model, parallel=None, sequence=4096, experts="torch", recipe="bf16"
         ),
         ({BUFFERS, PASSING}, {"model": QWEN3, "offload": ("optimizer",)}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_what_is_formula_only(missing, run):
     found, kinds = compared(**run)
