@@ -26,7 +26,9 @@ def plan(
         list[str] | None, typer.Option(help="optimizer or activations: held by the host; repeatable.")
     ] = None,
     data: Annotated[int, typer.Option(help="Data-parallel GPUs.")] = 1,
-    zero: Annotated[int, typer.Option(help="What they divide: 0 nothing, 1 states, 2 gradients, 3 weights.")] = 0,
+    zero: Annotated[
+        int, typer.Option(help="ZeRO stage: GPUs divide 0 nothing, 1 states, 2 also gradients, 3 also weights.")
+    ] = 0,
     expert: Annotated[int, typer.Option(help="GPUs that divide the experts; divides data * tensor.")] = 1,
     tensor: Annotated[int, typer.Option(help="Tensor-parallel GPUs, which also divide sequences.")] = 1,
     pipeline: Annotated[int, typer.Option(help="Stages of the pipeline (1F1B).")] = 1,
@@ -53,6 +55,8 @@ def plan(
         model = configs.with_experts(configs.find(config), experts)
         step = Step(batch, sequence, attention=attention)
         even = Run(model, step, recipe, parallel, checkpoint, tuple(offload or ()))
+        if expert == 1 and (trace is not None or zipf is not None):
+            raise ValueError(f"expert is {expert}, but a trace and zipf say how unevenly several GPUs get rows")
         uneven = skew.of_run(even, trace, zipf)
         run = replace(even, imbalance=uneven.worst)
         checks.check_within("overhead", overhead, 0, 1)
@@ -62,7 +66,7 @@ def plan(
                 raise ValueError("--sweep draws a plot: it needs a folder, --plots")
         if plots:
             _check_folder(plots, sweep, force)
-        found = advice.changes(run)
+        found = advice.changes(run, imbalance=lambda other: skew.of_run(other, trace, zipf).worst)
     shown = functools.partial(report.tables, run, found, uneven, overhead)
     show(as_json, report.as_json(run, found, uneven, overhead), shown, indent=2)
     if plots:

@@ -1,6 +1,6 @@
 """What would help most: a run is counted again with each change, and the changes are ranked by the bytes they free."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,14 @@ from moeblaze_ref.plan.run import OFFLOADS, Run
 
 TERA = 10**12
 TWICE = "twice the GPUs"
-COARSER = "the optimizer's numbers are coarser: compare the loss"
+OF_RECIPES = {
+    "bf16-master": "products of 16 bits",
+    "bf16": "no float32 weights: small changes are lost",
+    "fp32": "products of 32 bits",
+    "adamw8bit": "no float32 weights, and moments of 8 bits",
+    "muon": "another optimizer",
+}
+LEAST = 0.001  # of the peak: what a change must free
 IN_KERNEL = "none: the kernel computes probabilities again while it works"
 
 
@@ -26,18 +33,33 @@ class Change:
     cost: str  #: what a GPU does more in a step
 
 
-def changes(run: Run, most: int = 5) -> list[Change]:
-    """The changes that lower the peak, the best first; at most ``most`` of them."""
+def changes(run: Run, most: int = 5, imbalance: Callable[[Run], float] | None = None) -> list[Change]:
+    """The changes that lower the peak, the best first.
+
+    Parameters
+    ----------
+    run : Run
+    most : int
+        Changes to return.
+    imbalance : function, optional
+        Gives the imbalance of a changed run. Default: that of ``run``.
+
+    Returns
+    -------
+    list of Change
+    """
     before = run.worst.peak.bytes
-    found = [Change(what, before - other.worst.peak.bytes, cost) for what, other, cost in _possible(run)]
-    return sorted((one for one in found if one.saved > 0), key=lambda one: -one.saved)[:most]
+    possible = _possible(run, imbalance or (lambda other: run.imbalance))
+    found = [Change(what, before - other.worst.peak.bytes, cost) for what, other, cost in possible]
+    return sorted((one for one in found if one.saved > LEAST * before), key=lambda one: -one.saved)[:most]
 
 
-def _possible(run: Run) -> Iterator[tuple[str, Run, str]]:
+def _possible(run: Run, imbalance: Callable[[Run], float]) -> Iterator[tuple[str, Run, str]]:
     """Yield each changed run that can be counted."""
     for what, fields, cost in _candidates(run):
         try:
             other = replace(run, **fields)
+            other = replace(other, imbalance=imbalance(other))
             if other.worst:
                 yield what, other, cost
         except ValueError:  # the model cannot be divided, checkpointed or computed so
@@ -53,14 +75,14 @@ def _candidates(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield "--checkpoint layer", {"checkpoint": "layer"}, _computed(run, _layers(run))
     if parallel.data > 1 and parallel.zero < 3:
         more = replace(parallel, zero=parallel.zero + 1)
-        yield f"--zero {more.zero}", {"parallel": more}, _gathered(run) if more.zero == 3 else "none"
+        yield f"--zero {more.zero}", {"parallel": more}, _of_zero(run, more.zero)
     if parallel.zero:
         yield f"--data {2 * parallel.data}", {"parallel": replace(parallel, data=2 * parallel.data)}, TWICE
     if any(isinstance(part, GroupedExperts) for part in run.model.parts):
         more = replace(parallel, data=2 * parallel.data, expert=2 * parallel.expert)
-        yield f"--data {more.data} --expert {more.expert}", {"parallel": more}, f"{TWICE}, and rows travel"
+        yield f"--data {more.data} --expert {more.expert}", {"parallel": more}, f"{TWICE}, and routed rows are sent"
     for name in RECIPES:
-        yield f"--recipe {name}", {"recipe": name}, COARSER
+        yield f"--recipe {name}", {"recipe": name}, OF_RECIPES[name]
     for name in OFFLOADS:
         yield f"--offload {name}", {"offload": (*run.offload, name)}, _moved(run, name)
     if step.batch > 1:
@@ -72,7 +94,12 @@ def _candidates(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _policies(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield our layer with the two policies that keep least, if it can take the place of the experts."""
+    """Yield our layer with the two policies that keep least, if it can take the place of the experts.
+
+    Under a checkpoint it would be computed twice, whatever it keeps.
+    """
+    if run.checkpoint != "none":
+        return
     experts = [part for part in run.model.parts if isinstance(part, GroupedExperts)]
     costs = {"minimal": "none: Y_swi is computed again within a product"}
     costs["inputs"] = _computed(run, experts, 2 / 3)  # two of three products
@@ -94,14 +121,16 @@ def _computed(run: Run, parts: Sequence[Part], share: float = 1.0) -> str:
     return f"{on_gpu / TERA:,.1f} TFLOP more, {flops / (3 * forward_flops(run.model, run.step)):.0%}"
 
 
-def _gathered(run: Run) -> str:
-    """The cost of weights that are divided: they are gathered for each forward and each backward."""
-    number = 2 * run.parallel.micro_batches * run.worst.whole_weights
-    return f"{number / GB:,.1f} GB of weights received"
+def _of_zero(run: Run, stage: int) -> str:
+    """The cost of ZeRO's next stage: sums of gradients for each micro batch, weights for each forward and backward."""
+    batches = run.parallel.micro_batches
+    if stage == 3:
+        return f"{2 * batches * run.worst.divided_weights / GB:,.1f} GB of weights received"
+    return "none" if stage == 1 or batches == 1 else f"gradients are summed {batches} times, not once"
 
 
 def _moved(run: Run, name: str) -> str:
     """The cost of an offload: bytes to the host and back."""
     stage = run.worst
-    number = stage.whole_weights if name == "optimizer" else stage.kept.total() * run.parallel.micro_batches
+    number = stage.stepped_weights if name == "optimizer" else stage.kept.total() * run.parallel.micro_batches
     return f"{2 * number / GB:,.1f} GB to the host and back"

@@ -4,11 +4,12 @@ Symbols as in `parts`: n query heads, m heads of keys and values, w and v the wi
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from moeblaze_ref.memory.accounting import Size, Tensor
-from moeblaze_ref.plan.parts import Moment, Norm, Step, Weight, divided, rows_of
+from moeblaze_ref.plan.parts import Moment, Norm, Part, Step, Weight, divided, rows_of
 
 # Numbers that a kernel keeps for dropout, also where there is none.
 RANDOM_STATES: dict[str, dict[str, int]] = {
@@ -112,6 +113,17 @@ class Heads:
         return tuple(tensor.name for tensor in self.kept(step))
 
 
+def kernels_of(parts: Iterable[Part], step: Step) -> list[str]:
+    """Return the kernels in which a model's attention runs; gpt-oss's runs in plain torch."""
+    found: dict[str, None] = {}
+    for part in parts:
+        if isinstance(part, Attention | LatentAttention):
+            found[part.heads_in(step).kernel(step)] = None
+        elif isinstance(part, SinkAttention):
+            found["plain torch"] = None
+    return list(found)
+
+
 STEPWISE = ("math", "cpu-math")  # kernels that keep all probabilities
 
 
@@ -153,12 +165,13 @@ class Attention:
         biases += [Weight("wo_bias", (self.d,))] if self.out_bias else []
         return (*products, *biases, *(weight for norm in self.norms for weight in norm.weights()))
 
-    def _heads(self, step: Step) -> Heads:
+    def heads_in(self, step: Step) -> Heads:
+        """Return its heads, as a kernel sees them in a step."""
         masked = self.chunk is not None and step.S >= self.chunk
         return Heads(self.heads, self.kv_heads, self.width, self.width, self.width, masked)
 
     def _copies(self, step: Step) -> bool:
-        return self.partly_turned and self._heads(step).kernel(step) not in STEPWISE
+        return self.partly_turned and self.heads_in(step).kernel(step) not in STEPWISE
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the input of the projections, and what the norms and the kernel keep."""
@@ -166,17 +179,17 @@ class Attention:
             Tensor("attention_input", (step.L, Size("d", self.d)), step.dtype),
             *(tensor for norm in self.norms for tensor in norm.kept(step)),
             *((Tensor("query_scales", (step.S,), "float32"),) if self.scales else ()),
-            *self._heads(step).kept(step),
+            *self.heads_in(step).kept(step),
             *(rows_of(step, ("attended_rows", self.heads * self.width)) if self._copies(step) else ()),
         )
 
     def forward(self, step: Step) -> tuple[Moment, ...]:
         """Return one moment, in the kernel."""
-        return (self._heads(step).forward(step),)
+        return (self.heads_in(step).forward(step),)
 
     def backward(self, step: Step) -> tuple[Moment, ...]:
         """Return two moments: in the kernel, and in the norm of the queries, if there is one."""
-        heads = self._heads(step)
+        heads = self.heads_in(step)
         gone = (*heads.names(step), "attended_rows")
         norms = [replace(moment, freed=(*moment.freed, *gone)) for norm in self.norms for moment in norm.backward(step)]
         return (heads.backward(step), *norms[:1])
@@ -185,7 +198,7 @@ class Attention:
         """Return queries, keys and values, the kernel's outputs, and the output."""
         q, kv = self.heads * self.width, self.kv_heads * self.width
         inner = rows_of(step, ("queries", q), ("keys", kv), ("values", kv), ("out", self.d))
-        return (*inner, *self._heads(step).products(step))
+        return (*inner, *self.heads_in(step).products(step))
 
     def share(self, tensor: int, expert: int) -> "Attention":
         """Return some of the heads, with their norms; where GPUs outnumber heads of keys, several have the same."""
@@ -267,8 +280,8 @@ class LatentAttention:
     def _width(self) -> int:
         return self.plain_width + self.rotary_width
 
-    @property
-    def _heads(self) -> Heads:
+    def heads_in(self, step: Step) -> Heads:
+        """Return its heads, as a kernel sees them."""
         n, v = self.heads, self.value_width
         return Heads(n, n, self._width, v, self.plain_width + v)
 
@@ -302,11 +315,11 @@ class LatentAttention:
             for norm in self._norms()
             for tensor in (*self._normed(norm, step), Tensor(norm.name, (step.L, norm.width), step.dtype))
         ]
-        copied = self._heads.kernel(step) == "cudnn"
+        copied = self.heads_in(step).kernel(step) == "cudnn"
         return (
             Tensor("attention_input", (step.L, Size("d", self.d)), step.dtype),
             *latents,
-            *self._heads.kept(step),
+            *self.heads_in(step).kept(step),
             *(rows_of(step, ("attended_rows", self.heads * self.value_width)) if copied else ()),
         )
 
@@ -319,18 +332,18 @@ class LatentAttention:
 
     def forward(self, step: Step) -> tuple[Moment, ...]:
         """Return one moment, in the kernel."""
-        return (self._heads.forward(step),)
+        return (self.heads_in(step).forward(step),)
 
     def backward(self, step: Step) -> tuple[Moment, ...]:
         """Return one moment, in the kernel."""
-        return (self._heads.backward(step),)
+        return (self.heads_in(step).backward(step),)
 
     def products(self, step: Step) -> tuple[Tensor, ...]:
         """Return the latent vectors, what is made of them, the kernel's outputs, and the output."""
         down = (("q_down", self.q_rank),) if self.q_rank else ()
         up = self.heads * (self.plain_width + self.value_width)
         inner = (("queries", self.heads * self._width), ("kv_down", self.kv_rank + self.rotary_width), ("kv_up", up))
-        return (*rows_of(step, *down, *inner, ("out", self.d)), *self._heads.products(step))
+        return (*rows_of(step, *down, *inner, ("out", self.d)), *self.heads_in(step).products(step))
 
     def share(self, tensor: int, expert: int) -> "LatentAttention":
         """Return some of the heads; each GPU computes all latent vectors."""

@@ -17,6 +17,7 @@ from moeblaze_ref.plan.parts import Embedding, Head, Mlp, Norm, Part, Rotary
 from moeblaze_ref.plan.towers import next_token_parameters, vision_parameters
 
 MODELS = Path(__file__).parent / "models"
+MOST_LAYERS = 10_000
 NEXT_TOKENS = "modules that predict further tokens (num_nextn_predict_layers)"
 VISION = "vision tower (vision_config)"
 QUANTIZED = "The file has a quantization_config; counted are the bytes of the recipe, not those of the file's weights."
@@ -64,10 +65,10 @@ def _in_system(layer: tuple[Part, ...], system: str, policy: str | None) -> Iter
         yield MoEBlock.of(part, next(parts), system, policy) if isinstance(part, Router) else part
 
 
-def _heads(config: Fields) -> tuple[int, int]:
-    """Return the number of query heads, and of key and value heads, which divides it."""
+def _heads(config: Fields, kv_heads: int | None = None) -> tuple[int, int]:
+    """Return the number of query heads, and of key and value heads, which divides it; by default all, or as given."""
     heads = config.size("num_attention_heads")
-    kv_heads = config.size("num_key_value_heads", heads)
+    kv_heads = config.size("num_key_value_heads", kv_heads or heads)
     if heads % kv_heads:
         raise ValueError(
             f"{config.where}: num_key_value_heads is {kv_heads}, but it must divide num_attention_heads, {heads}"
@@ -79,6 +80,11 @@ def _choice(config: Fields, name: str) -> tuple[int, int]:
     """Experts, and experts per token."""
     E = config.size(name)
     return E, config.size("num_experts_per_tok", at_most=E)
+
+
+def _layers(config: Fields, at_least: int = 1) -> int:
+    """Layers of the model."""
+    return config.size("num_hidden_layers", at_least=at_least, at_most=MOST_LAYERS)
 
 
 def _width(config: Fields, d: int) -> int:
@@ -98,23 +104,24 @@ def _model(config: Fields, name: str, rotary: Part, layers: list[tuple[Part, ...
 
 
 def _mixtral(config: Fields, name: str) -> Model:
-    config.only(sliding_window=None)
+    config.only(sliding_window=None, router_jitter_noise=0.0)
     d = config.size("hidden_size")
     width, norm = _width(config, d), Norm(d)
     E, k = _choice(config, "num_local_experts")
     router = Router(d, E, k, renormalize=True)
     experts = GroupedExperts(d, config.size("intermediate_size"), E, k, "float32")
-    layer = norm, Attention(d, *_heads(config), width), norm, router, experts
-    return _model(config, name, Rotary(width), [layer] * config.size("num_hidden_layers"), norm)
+    layer = norm, Attention(d, *_heads(config, 8), width), norm, router, experts
+    return _model(config, name, Rotary(width), [layer] * _layers(config), norm)
 
 
 def _qwen3(config: Fields, name: str) -> Model:
     config.only(decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False)
-    d, count = config.size("hidden_size"), config.size("num_hidden_layers")
+    d, count = config.size("hidden_size"), _layers(config)
     width, norm = _width(config, d), Norm(d)
     heads, kv_heads = _heads(config)
     norms = Norm(width, heads, name="q_norm"), Norm(width, kv_heads, name="k_norm")
-    attention = Attention(d, heads, kv_heads, width, config.flag("attention_bias", False), norms=norms)
+    bias = config.flag("attention_bias", False)
+    attention = Attention(d, heads, kv_heads, width, bias, bias, norms)
     E, k = _choice(config, "num_experts" if config.has("num_experts") else "num_local_experts")
     router = Router(d, E, k, renormalize=config.flag("norm_topk_prob", False))
     experts = GroupedExperts(d, config.size("moe_intermediate_size"), E, k)
@@ -123,16 +130,18 @@ def _qwen3(config: Fields, name: str) -> Model:
 
 
 def _olmoe(config: Fields, name: str) -> Model:
+    config.only(clip_qkv=None)
     d = config.size("hidden_size")
     width, norm = _width(config, d), Norm(d)
     heads, kv_heads = _heads(config)
     norms = Norm(heads * width, name="q_norm"), Norm(kv_heads * width, name="k_norm")
-    attention = Attention(d, heads, kv_heads, width, config.flag("attention_bias", False), norms=norms)
+    bias = config.flag("attention_bias", False)
+    attention = Attention(d, heads, kv_heads, width, bias, bias, norms)
     E, k = _choice(config, "num_experts")
     router = Router(d, E, k, renormalize=config.flag("norm_topk_prob", False))
     experts = GroupedExperts(d, config.size("intermediate_size"), E, k)
     layer = norm, attention, norm, router, experts
-    return _model(config, name, Rotary(width), [layer] * config.size("num_hidden_layers"), norm)
+    return _model(config, name, Rotary(width), [layer] * _layers(config), norm)
 
 
 def _latent_attention(config: Fields, d: int) -> LatentAttention:
@@ -157,21 +166,21 @@ def _with_shared_experts(config: Fields, d: int, router: Router) -> tuple[Part, 
     """The parts of an MoE layer whose router multiplies in float32, and whose shared experts are one MLP."""
     h = config.size("moe_intermediate_size")
     experts = GroupedExperts(d, h, router.E, router.k, "float32")
-    shared = config.size("n_shared_experts", 0, at_least=0)
-    return (router, experts, *((Mlp(d, shared * h, "shared", router_dtype="float32"),) if shared else ()))
+    shared = config.size("n_shared_experts")
+    return router, experts, Mlp(d, shared * h, "shared", router_dtype="float32")
 
 
 def _first_dense(config: Fields, d: int, attention: Part, moe: tuple[Part, ...]) -> list[tuple[Part, ...]]:
     """Layers of which the first ones are dense."""
     norm, mlp = Norm(d), Mlp(d, config.size("intermediate_size"))
     dense = config.size("first_k_dense_replace", 0, at_least=0)
-    count = config.size("num_hidden_layers", at_least=dense)
+    count = _layers(config, at_least=max(1, dense))
     dense_layer: tuple[Part, ...] = (norm, attention, norm, mlp)
     return [dense_layer] * dense + [(norm, attention, norm, *moe)] * (count - dense)
 
 
 def _deepseek_v2(config: Fields, name: str) -> Model:
-    config.only(mlp_bias=False)
+    config.only(mlp_bias=False, norm_topk_prob=False)
     d = config.size("hidden_size")
     config.name("topk_method", ("greedy",), "greedy")
     E, k = _choice(config, "n_routed_experts")
@@ -197,7 +206,8 @@ def _glm4(config: Fields, name: str) -> Model:
     d = config.size("hidden_size")
     width, (heads, kv_heads) = _width(config, d), _heads(config)
     norms = Norm(width, heads, name="q_norm"), Norm(width, kv_heads, name="k_norm")
-    turned = int(width * config.within("partial_rotary_factor", 0.5, at_most=1))
+    rope = config.within_object("rope_parameters")
+    turned = int(width * rope.within("partial_rotary_factor", config.within("partial_rotary_factor", 0.5, 1), 1))
     attention = Attention(
         d,
         heads,
@@ -205,7 +215,7 @@ def _glm4(config: Fields, name: str) -> Model:
         width,
         config.flag("attention_bias", False),
         norms=norms if config.flag("use_qk_norm", False) else (),
-        partly_turned=turned < width,
+        partly_turned=True,  # joined even if all columns have positions
     )
     moe = _with_shared_experts(config, d, _sigmoid_router(config, d))
     return _model(config, name, Rotary(turned), _first_dense(config, d, attention, moe), Norm(d))
@@ -214,17 +224,17 @@ def _glm4(config: Fields, name: str) -> Model:
 def _gpt_oss(config: Fields, name: str) -> Model:
     config.only(attention_bias=True)
     d = config.size("hidden_size")
-    width, norm = _width(config, d), Norm(d, scaled_in_float32=True)
-    attention = SinkAttention(d, *_heads(config), width)
+    width, norm = config.size("head_dim", 64), Norm(d, scaled_in_float32=True)
+    attention = SinkAttention(d, *_heads(config, 8), width)
     E, k = _choice(config, "num_local_experts")
     router = Router(d, E, k, "softmax of k", bias=True)
     experts = GroupedExperts(d, config.size("intermediate_size"), E, k, clamped=True)
     layer = norm, attention, norm, router, experts
-    return _model(config, name, Rotary(width // 2), [layer] * config.size("num_hidden_layers"), norm)
+    return _model(config, name, Rotary(width // 2), [layer] * _layers(config), norm)
 
 
 def _llama4(config: Fields, name: str) -> Model:
-    d, count = config.size("hidden_size"), config.size("num_hidden_layers")
+    d, count = config.size("hidden_size"), _layers(config)
     width, norm, (heads, kv_heads) = _width(config, d), Norm(d), _heads(config)
     norms = tuple(
         Norm(width, groups, has_weight=False, name=f"{of}_norm") for of, groups in (("q", heads), ("k", kv_heads))
@@ -249,7 +259,7 @@ def _llama4(config: Fields, name: str) -> Model:
     moe = router, DenseExperts(d, h, E), Mlp(d, h, "shared", router_dtype="")
     dense = (Mlp(d, config.size("intermediate_size_mlp")),)
     every = config.size("no_rope_layer_interval", 4)
-    turned = config.entries("no_rope_layers", count, [int((layer + 1) % every != 0) for layer in range(count)])
+    turned = config.switches("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(count)])
     step = config.size("interleave_moe_layer_step", 1)
     sparse = config.some("moe_layers", count, list(range(step - 1, count, step)))
     layers: list[tuple[Part, ...]] = [
@@ -271,23 +281,33 @@ READERS: dict[str, Callable[[Fields, str], Model]] = {
 }
 
 
-def read(fields: dict[str, Any], name: str) -> Model:
-    """A model from the fields of its config.json.
+def read(fields: dict[str, Any], name: str, where: str = "") -> Model:
+    """A model from the fields of its config.json, which stand ``where``; by default the model's name says it.
 
     Raises
     ------
     ValueError
         If the model's type is unknown, or a field is missing or is not what it must be.
     """
-    text = fields.get("text_config", fields)
-    if not isinstance(text, dict):
-        raise ValueError(f"{name}: text_config is {text!r}, but it must be an object")
-    config = Fields(text, name)
-    config.only(hidden_act="silu", attention_dropout=0.0)
+    outer = Fields(fields, where or name)
+    text = _text_of(outer, fields)
+    config = Fields(text, where or name)
+    config.only(hidden_act="silu", attention_dropout=0.0, output_router_logits=False)
     model = READERS[config.name("model_type", tuple(READERS))](config, name)
-    if "quantization_config" in fields:
+    if outer.has("quantization_config") or config.has("quantization_config"):
         model = replace(model, notes=(QUANTIZED,))
     return _with_tower(model, fields["vision_config"]) if fields.get("vision_config") else model
+
+
+def _text_of(outer: Fields, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the language model: of the whole file, or of its part for text."""
+    if not outer.has("text_config"):
+        return fields
+    if not isinstance(fields["text_config"], dict):
+        raise ValueError(f"{outer.where}: text_config is {fields['text_config']!r}, but it must be an object")
+    outer.name("model_type", ("llama4",))
+    tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}
+    return tied | fields["text_config"]
 
 
 def _with_tower(model: Model, vision: Any) -> Model:
@@ -310,9 +330,13 @@ def find(config: str) -> Model:
     path = Path(config)
     if path.is_file():
         return read_file(path)
+    if config.lower() in carried():
+        return read(fields_of(config.lower()), config.lower())
+    if path.is_dir() and (path / "config.json").is_file():
+        return read_file(path / "config.json")
     if path.suffix == ".json" or path.is_dir():
         raise ValueError(f"{config}: no such file; it must be a config.json, or one of {', '.join(carried())}")
-    return read_file(MODELS / f"{checks.check_name('model', config.lower(), carried())}.json")
+    return read(fields_of(config.lower()), config.lower())
 
 
 def with_experts(model: Model, experts: str) -> Model:
@@ -350,8 +374,9 @@ def read_file(path: Path) -> Model:
     """The same from a file; raises also OSError, and ValueError for what is no JSON."""
     try:
         fields = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds {type(fields).__name__}, but a config.json is an object")
-    return read(fields, path.stem)
+    name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
+    return read(fields, name, str(path))

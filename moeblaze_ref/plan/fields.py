@@ -4,6 +4,8 @@ from typing import Any
 
 from moeblaze_ref.core import checks
 
+MOST = 10**9  # of any count
+
 
 class Fields:
     """The fields of a config.json, each checked when it is read.
@@ -25,8 +27,9 @@ class Fields:
 
     def size(self, name: str, default: int | None = None, at_least: int = 1, at_most: int | None = None) -> int:
         """A count."""
+        most = MOST if at_most is None else at_most
         try:
-            return checks.check_int(f"{self.where}: {name}", self._get(name, default), at_least, at_most)
+            return checks.check_int(f"{self.where}: {name}", self._get(name, default), at_least, most)
         except TypeError as error:
             raise ValueError(str(error)) from None
 
@@ -37,7 +40,7 @@ class Fields:
     def only(self, **counted: Any) -> None:
         """Refuse a field with another value than the one whose tensors are counted; a missing field has that value."""
         for name, value in counted.items():
-            if self._fields.get(name, value) != value:
+            if self.has(name) and self._fields[name] != value:
                 raise ValueError(f"{self.where}: {name} is {self._fields[name]!r}, but only {value!r} is counted")
 
     def flag(self, name: str, default: bool) -> bool:
@@ -49,23 +52,33 @@ class Fields:
 
     def name(self, name: str, allowed: tuple[str, ...], default: str | None = None) -> str:
         """One of some names."""
-        return checks.check_name(f"{self.where}: {name}", self._get(name, default), allowed)
-
-    def entries(self, name: str, count: int, default: list[Any]) -> list[Any]:
-        """A list with an entry for each layer."""
         value = self._get(name, default)
-        if not isinstance(value, list) or len(value) != count:
-            raise ValueError(f"{self.where}: {name} is {value!r}, but it must be a list of {count}, one for each layer")
+        if value not in allowed:
+            raise ValueError(f"{self.where}: {name} is {value!r}, but it must be one of {', '.join(allowed)}")
+        return str(value)
+
+    def switches(self, name: str, default: list[int]) -> list[int]:
+        """A list of 0 or 1 for each layer; an empty one is as if it were missing."""
+        value = self._get(name, default) or default
+        if not isinstance(value, list) or len(value) != len(default) or any(one not in (0, 1) for one in value):
+            raise ValueError(f"{self.where}: {name} is {value!r}, but it must be a list of {len(default)}, each 0 or 1")
         return value
 
     def some(self, name: str, count: int, default: list[int]) -> list[int]:
         """The numbers of some layers."""
         value = self._get(name, default)
-        if not isinstance(value, list) or not set(value) <= set(range(count)):
+        if not isinstance(value, list) or any(one not in range(count) for one in value):
             raise ValueError(
                 f"{self.where}: {name} is {value!r}, but it must be a list of layers, from 0 to {count - 1}"
             )
         return value
+
+    def within_object(self, name: str) -> "Fields":
+        """The fields of an object, none if it is missing."""
+        value = self._fields.get(name) or {}
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.where}: {name} is {value!r}, but it must be an object")
+        return Fields(value, f"{self.where}: {name}")
 
     def within(self, name: str, default: float, at_most: float) -> float:
         """A number from 0 on."""

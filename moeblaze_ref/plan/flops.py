@@ -3,7 +3,7 @@
 from moeblaze_ref.plan.attention import Attention, LatentAttention, SinkAttention
 from moeblaze_ref.plan.configs import Model
 from moeblaze_ref.plan.experts import GroupedExperts, MoEBlock
-from moeblaze_ref.plan.parts import Embedding, Part, Step
+from moeblaze_ref.plan.parts import Embedding, Head, Part, Step
 
 
 def forward_flops(model: Model, step: Step) -> int:
@@ -15,6 +15,8 @@ def part_flops(part: Part, step: Step) -> int:
     """FLOPs of one part; norms and what is done number by number do not count."""
     if isinstance(part, Embedding):
         return 0
+    if isinstance(part, Head):  # its weight may be the embedding's
+        return 2 * int(step.L) * part.d * part.vocabulary
     products = sum(_active(part, weight.count) for weight in part.weights() if len(weight.dims) > 1)
     return 2 * int(step.L) * products + _attention(part, step)
 

@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol
 from moeblaze_ref.core import checks
 from moeblaze_ref.memory.accounting import Size, Tensor
 
+MOST_TOKENS = 10**9  # of a sequence, and sequences
 DTYPES = ("bfloat16", "float32")  # of activations and weights: those that are compared with torch
 KERNELS = {
     "flash": "flash attention, on a GPU, or memory-efficient where flash does not serve",
@@ -52,7 +53,7 @@ class Step:
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence"):
-            checks.check_int(name, getattr(self, name), at_least=1)
+            checks.check_int(name, getattr(self, name), at_least=1, at_most=MOST_TOKENS)
         checks.check_name("dtype", self.dtype, DTYPES)
         checks.check_name("attention", self.attention, KERNELS)
 

@@ -50,7 +50,7 @@ def state_bytes(recipe: Recipe, weight: Weight, count: int) -> int:
 
     AdamW has two moments. In 8 bits each number of a moment is a byte, and 256 numbers share a float32 scale; a weight
     of fewer than 4,096 numbers has float32 moments (bitsandbytes 0.49). Muon has one momentum for a matrix, and AdamW
-    serves the rest (torch.optim.Muon).
+    serves the rest (torch.optim.Muon, which takes each expert's matrix by itself).
     """
     if recipe.optimizer == "AdamW of 8 bits":
         if count < SMALLEST:
@@ -62,7 +62,8 @@ def state_bytes(recipe: Recipe, weight: Weight, count: int) -> int:
 
 def is_matrix(weight: Weight) -> bool:
     """Whether Muon trains it: a matrix, or one for each expert, but neither the embedding nor the head."""
-    return len(weight.dims) >= 2 and weight.name not in ("embedding", "head")
+    is_bias = weight.name.startswith("b") or "bias" in weight.name
+    return len(weight.dims) >= 2 and not is_bias and weight.name not in ("embedding", "head")
 
 
 def work_bytes(recipe: Recipe, counts: Sequence[int]) -> int:

@@ -1,6 +1,7 @@
 """A run's plan as tables for a terminal and as JSON."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich import box
@@ -12,17 +13,16 @@ from rich.text import Text
 from moeblaze_ref.core.units import GB, GIB
 from moeblaze_ref.plan import account, recipes, shares
 from moeblaze_ref.plan.advice import Change
-from moeblaze_ref.plan.attention import SinkAttention
+from moeblaze_ref.plan.attention import kernels_of
 from moeblaze_ref.plan.checkpoints import CHECKPOINTS
 from moeblaze_ref.plan.flops import forward_flops
-from moeblaze_ref.plan.parts import KERNELS
 from moeblaze_ref.plan.proofs import proof
 from moeblaze_ref.plan.run import Run, Stage
 from moeblaze_ref.plan.skew import Unevenness
 
-EVEN = Unevenness("rows spread evenly", (1.0,))
+EVEN = Unevenness("spread evenly", (1.0,))
 CAPACITIES = (24, 48, 80, 96, 141, 192)  # GB, as the makers of GPUs print them
-OVERHEAD = 0.05  # of the peak: what an allocator adds, and a CUDA context; an assumption
+OVERHEAD = 0.05  # of the peak: what an allocator adds, and the context of CUDA; an assumption
 
 
 def as_json(
@@ -90,8 +90,6 @@ def notes(run: Run) -> list[str]:
             f"Warning: sequence is {run.step.sequence}, but the model's positions end at {run.model.longest} "
             "(max_position_embeddings)."
         )
-    if any(isinstance(part, SinkAttention) for part in run.model.parts):
-        found.append("gpt-oss's attention runs in plain torch, whatever kernel is asked for.")
     return [*run.model.notes, *found]
 
 
@@ -146,9 +144,9 @@ def fits(run: Run, uneven: Unevenness, overhead: float) -> list[str]:
     """Sentences: what a GPU needs, which capacities are enough and, if batches differ, for how many of them."""
     needed = with_overhead(run, overhead)
     enough = [one for one in CAPACITIES if needed <= one * GB]
-    least = f"A GPU of {enough[0]} GB is enough" if enough else f"No GPU of {CAPACITIES[-1]} GB is enough"
+    least = f"{enough[0]} GB are enough" if enough else f"{CAPACITIES[-1]} GB are not enough"
     short = [f"{one} GB: {(needed - one * GB) / GB:,.1f} short" for one in CAPACITIES if one not in enough]
-    found = [f"{needed / GB:,.1f} GB with {overhead:.0%} for the allocator. {least}. {'; '.join(short)}"]
+    found = [f"{needed / GB:,.1f} GB with {overhead:.0%} for the allocator: {least}. {'; '.join(short)}"]
     if len(uneven.batches) > 1:
         parts = (f"{one} GB {uneven.exceeding(run, one * GB, overhead):.0%}" for one in CAPACITIES)
         found.append(f"Batches whose peak is above a capacity: {', '.join(parts)}.")
@@ -186,13 +184,16 @@ def changes_table(changes: Sequence[Change]) -> Table:
 
 
 def _assumptions(run: Run, uneven: Unevenness, overhead: float) -> str:
-    return (
-        f"Attention: {KERNELS[run.step.attention]}. Checkpoints: {CHECKPOINTS[run.checkpoint]}. "
-        f"ZeRO {run.parallel.zero}: {shares.ZERO[run.parallel.zero]}. Gradients have the weights' dtype and lie in the "
-        f"buffers that are sent. The optimizer runs in one kernel. Routed rows: {uneven.source}; the fullest GPU gets "
-        f"{run.imbalance:.2f} times an even share. "
-        f"The allocator's {overhead:.0%} are an assumption. GB is 1e9 bytes, GiB 2**30."
+    step = replace(run.step, dtype=recipes.RECIPES[run.recipe].dtype)
+    sentences = (
+        f"Attention runs in: {', '.join(kernels_of(run.model.parts, step))}.",
+        f"Checkpoints: {CHECKPOINTS[run.checkpoint]}.",
+        f"ZeRO {run.parallel.zero}: {shares.ZERO[run.parallel.zero]}.",
+        "Gradients have the weights' dtype and lie in the buffers that are sent. The optimizer runs in one kernel.",
+        f"Routed rows are {uneven.source}; the fullest GPU gets {run.imbalance:.2f} times an even share.",
+        f"The allocator's {overhead:.0%} are an assumption. GB is 1e9 bytes, GiB 2**30.",
     )
+    return " ".join(sentences)
 
 
 def _table(title: str) -> Table:

@@ -183,6 +183,17 @@ class Stage:
         """Bytes of all weights of this GPU's share, before ZeRO divides them."""
         return sum(recipes.weight_bytes(self._recipe, weight.count) for weight in self.weights)
 
+    @property
+    def divided_weights(self) -> int:
+        """Bytes of the weights here of which other GPUs have copies."""
+        return self._divided(self.model.parts)
+
+    @property
+    def stepped_weights(self) -> int:
+        """Bytes of the weights that the optimizer of this GPU changes: those whose states lie here."""
+        counts = (count for weight, count in self._counts(from_zero=1) if weight.trained)
+        return recipes.weight_bytes(self._recipe, sum(counts))
+
     @cached_property
     def offloaded(self) -> int:
         """Bytes in the host's memory."""
@@ -200,12 +211,12 @@ class Stage:
     @cached_property
     def timeline(self) -> tuple[Instant, ...]:
         """The moments of the step when most micro batches are in flight."""
-        held, offloads = Counter(self.resident), "activations" in self.run.offload
-        for kind, number in self.kept.items():
-            held[kind] += (self.in_flight - 1) * number * (not offloads)
+        offloads = "activations" in self.run.offload
+        others = 0 if offloads else self.in_flight - 1
+        waiting = Counter({kind: others * number for kind, number in self.kept.items()})
         numbers = [count for weight, count in self._counts(from_zero=1) if weight.trained]
         work = 0 if "optimizer" in self.run.offload else recipes.work_bytes(self._recipe, numbers)
-        resident = Resident(held, self.run.parallel.micro_batches > 1, work, offloads)
+        resident = Resident(self.resident, self.run.parallel.micro_batches > 1, work, waiting, offloads)
         return tuple(timeline(self.work, resident))
 
     @cached_property

@@ -15,6 +15,7 @@ from moeblaze_ref.plan.configs import Model
 from moeblaze_ref.plan.experts import ExpertParallelBlock, GroupedExperts
 from moeblaze_ref.plan.parts import Embedding, Head, Part, Step, Weight
 
+MOST = 10**6  # GPUs of a group, and micro batches
 ZERO = {
     0: "each GPU holds everything",
     1: "divides the optimizer's states and the float32 weights",
@@ -53,8 +54,10 @@ class Parallel:
 
     def __post_init__(self) -> None:
         for name in ("data", "expert", "tensor", "pipeline", "micro_batches"):
-            checks.check_int(name, getattr(self, name), at_least=1)
+            checks.check_int(name, getattr(self, name), at_least=1, at_most=MOST)
         checks.check_int("zero", self.zero, at_least=0, at_most=max(ZERO))
+        if self.zero and self.data == 1:
+            raise ValueError(f"zero is {self.zero}, but data is 1: ZeRO divides among 2 or more data-parallel GPUs")
         if (self.data * self.tensor) % self.expert:
             raise ValueError(
                 f"expert is {self.expert}, but it must divide data * tensor, {self.data} * {self.tensor}: "

@@ -11,7 +11,7 @@ import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace, load
-from moeblaze_ref.plan.experts import Router
+from moeblaze_ref.plan.experts import MoEBlock, Router
 from moeblaze_ref.plan.run import Run
 
 SEED = 0  # of the order in which Zipf's popular experts are dealt to GPUs
@@ -112,15 +112,17 @@ def of_run(run: Run, trace: Path | None, zipf: float | None) -> Unevenness:
     """
     if trace is not None and zipf is not None:
         raise ValueError("a trace and zipf were given, but only one of them can say how tokens spread")
-    experts = max((part.E for part in run.model.parts if isinstance(part, Router)), default=0)
+    experts = max((part.E for part in run.model.parts if isinstance(part, Router | MoEBlock)), default=0)
     gpus = run.parallel.expert
-    if (trace is None and zipf is None) or gpus == 1:
-        return Unevenness("rows spread evenly" if gpus > 1 else "one GPU has all experts", (1.0,))
+    if gpus == 1:
+        return Unevenness("all on one GPU", (1.0,))
+    if trace is None and zipf is None:
+        return Unevenness("spread evenly", (1.0,))
     if trace is None:
-        return Unevenness(f"Zipf's law with exponent {zipf}", (zipf_imbalance(experts, gpus, zipf or 0),))
+        return Unevenness(f"spread by Zipf's law with exponent {zipf}", (zipf_imbalance(experts, gpus, zipf or 0),))
     found = load(trace)
     if found.num_experts != experts:
         raise ValueError(f"{trace} has {found.num_experts} experts, but {run.model.name} has {experts}")
     tokens = run.step.batch * run.step.sequence * gpus // run.parallel.tensor
     imbalances = trace_imbalances(found, gpus, tokens)
-    return Unevenness(f"{len(imbalances)} batches of {trace.name}", tuple(imbalances.max(1).tolist()))
+    return Unevenness(f"those of {len(imbalances)} batches of {trace.name}", tuple(imbalances.max(1).tolist()))

@@ -35,7 +35,8 @@ def sweep(run: Run, axis: str) -> Sequence[Line]:
     sequence of Line
     """
     own = getattr(run.step, axis)
-    sizes = tuple(sorted({max(1, int(own * factor)) for factor in FACTORS}))
+    whole = run.parallel.tensor if axis == "sequence" else 1  # GPUs divide a sequence
+    sizes = tuple(sorted({max(1, int(own * factor) // whole) * whole for factor in FACTORS}))
     return [
         Line(name, sizes, tuple(_peak(run, model, axis, size) for size in sizes)) for name, model in _ways(run.model)
     ]

@@ -6,7 +6,7 @@ part everything that the part keeps is there, and what it needs for a while.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from moeblaze_ref.memory.accounting import Tensor
@@ -60,6 +60,9 @@ class Resident:
     held: Counter[str]  #: bytes by kind
     gradients: bool = False  #: whether all gradients are there from the start, to be added to
     optimizer_work: int = 0  #: bytes beside all this in the optimizer's step
+    waiting: Counter[str] = field(
+        default_factory=Counter
+    )  #: kept for other micro batches: gone when the optimizer runs
     offloads: bool = False  #: whether what is kept lies elsewhere, but for the part that works
 
 
@@ -91,7 +94,7 @@ def timeline(work: Sequence[Work], resident: Resident) -> Iterator[Instant]:
     ------
     Instant
     """
-    held = Counter(resident.held)
+    held = resident.held + resident.waiting
     if resident.gradients:
         held[GRADIENTS] += sum(one.gradients for one in work)
     for one in work:
@@ -110,4 +113,5 @@ def timeline(work: Sequence[Work], resident: Resident) -> Iterator[Instant]:
             yield Instant("backward", one.where, now)
         held[one.part.kind] -= size_of(kept)
         held[GRADIENTS] += gradients
+    held.subtract(resident.waiting)
     yield Instant("optimizer", "all weights", held + Counter({PASSING: resident.optimizer_work}))

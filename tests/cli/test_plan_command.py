@@ -47,7 +47,7 @@ def test_a_file_is_read_and_named(tmp_path):
     assert any("quantization_config" in note for note in found["notes"])
     path.write_text("{")
     result = moeblaze("plan", path)
-    assert result.exit_code == 2 and f"{path} is no JSON" in result.stderr
+    assert result.exit_code == 2 and f"{path} is not JSON" in result.stderr
 
 
 def test_what_stands_beside_the_model_is_named():
@@ -125,10 +125,36 @@ def test_a_trace_says_how_often_a_capacity_is_exceeded(tmp_path):
     topk = np.argsort(rng.random((40_000, 2, 128)), axis=-1)[..., :8].astype(np.int16)
     topk[20_000:] = np.arange(8)  # the second half sends all rows to the first GPU
     save(tmp_path / "trace.npz", RoutingTrace(topk, 128))
-    found = planned(*SPREAD, "--sequence", 2500, "--trace", tmp_path / "trace.npz")
+    traced = (*SPREAD, "--recipe", "bf16", "--sequence", 2500, "--trace", tmp_path / "trace.npz")
+    found = planned(*traced)
     assert found["imbalance"] == 4 and len(found["imbalances"]["batches"]) == 4
-    shown = moeblaze(*SPREAD, "--sequence", 2500, "--trace", tmp_path / "trace.npz", "--recipe", "bf16").stdout
-    assert "Batches whose peak is above a capacity: 24 GB 100%" in shown and "192 GB 0%" in shown
+    assert "80 GB 100%, 96 GB 50%, 141 GB 0%, 192 GB 0%." in moeblaze(*traced).stdout
+
+
+def test_our_layer_gets_uneven_rows_too():
+    ours = ("plan", "mixtral-8x7b", "--data", 8, "--expert", 8, "--experts", "moeblaze/paper")
+    even, zipf = planned(*ours), planned(*ours, "--zipf", 1)
+    assert zipf["imbalance"] > 1 and zipf["stages"][0]["kept"]["experts"] > even["stages"][0]["kept"]["experts"]
+
+
+def test_advice_counts_with_the_unevenness_of_more_gpus():
+    base = ("plan", "mixtral-8x7b", "--zero", 1, "--recipe", "bf16", "--zipf", 1)
+    four = planned(*base, "--data", 4, "--expert", 4)
+    eight = planned(*base, "--data", 8, "--expert", 8)
+    saved = {one["change"]: one["saved_bytes"] for one in four["changes"]}
+    difference = four["stages"][0]["peak"]["bytes"] - eight["stages"][0]["peak"]["bytes"]
+    assert saved.get("--data 8 --expert 8", 0) == max(0, difference)
+
+
+def test_the_note_names_the_kernel_that_runs():
+    said = moeblaze(*QWEN, "--recipe", "fp32").stdout, moeblaze("plan", "gpt-oss-20b").stdout
+    assert "Attention runs in: math." in said[0] and "Attention runs in: plain torch." in said[1]
+    assert "Attention runs in: flash." in moeblaze(*QWEN).stdout
+
+
+def test_a_sweep_takes_sequences_that_gpus_divide(tmp_path):
+    result = moeblaze(*QWEN, "--tensor", 2, "--sequence", 6, "--sweep", "sequence", "--plots", tmp_path)
+    assert result.exit_code == 0, result.stderr
 
 
 def test_plots_are_written(tmp_path):
@@ -149,7 +175,7 @@ def test_plots_are_written(tmp_path):
         ((*QWEN[1:], "--data", 256, "--expert", 256), "expert is 256, but it must divide the experts, 128"),
         ((*QWEN[1:], "--expert", 4), r"expert is 4, but it must divide data \* tensor, 1 \* 1"),
         ((*QWEN[1:], "--pipeline", 100), "pipeline is 100, but qwen3-30b-a3b has 48 layers"),
-        ((*QWEN[1:], "--sequence", 0), "sequence is 0, but it must be >= 1"),
+        ((*QWEN[1:], "--sequence", 0), "sequence is 0, but it must be 1..1000000000"),
         ((*QWEN[1:], "--recipe", "bf17"), "unknown recipe 'bf17'. Did you mean 'bf16'"),
         ((*QWEN[1:], "--zero", 4), "zero is 4, but it must be 0..3"),
         ((*QWEN[1:], "--checkpoint", "all"), "unknown checkpoint 'all'"),
@@ -163,6 +189,10 @@ def test_plots_are_written(tmp_path):
         (("llama-4-scout", "--data", 2, "--expert", 2), "expert is 2, but Llama 4's experts in transformers see all"),
         ((*SPREAD[1:], "--zipf", -1), "zipf is -1.0, but it must be 0 to 10"),
         ((*SPREAD[1:], "--trace", "no.npz"), "no.npz"),
+        ((*QWEN[1:], "--trace", "no.npz"), "expert is 1, but a trace and zipf say how unevenly several GPUs get rows"),
+        ((*QWEN[1:], "--zipf", -1), "expert is 1, but a trace and zipf say"),
+        ((*QWEN[1:], "--zero", 1), "zero is 1, but data is 1: ZeRO divides among 2 or more data-parallel GPUs"),
+        ((*QWEN[1:], "--batch", 10**400), "batch is 1000"),
         ((*SPREAD[1:], "--trace", "no.npz", "--zipf", 1), "only one of them can say how tokens spread"),
     ],
 )  # fmt: skip

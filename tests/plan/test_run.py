@@ -8,10 +8,11 @@ from live import checkpoint, one_step
 from test_models import FAMILIES, cut
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moeblaze_ref.plan import configs
+from moeblaze_ref.plan import configs, sweeps
 from moeblaze_ref.plan.checkpoints import CHECKPOINTS
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.run import Run
+from moeblaze_ref.plan.shares import Parallel
 from moeblaze_ref.plan.timeline import PHASES
 
 # Where weights decide, and where tokens do.
@@ -90,3 +91,60 @@ def test_a_sequence_longer_than_a_chunk_has_a_mask():
     stage = planned(fields, "llama-4-scout", Step(3, 256, attention="cpu-flash"))
     assert sizes(stage) == theirs.kept
     assert sum(row.bytes for one in stage.work for row in one.kept if row.name == "mask") == 3 * 3 * 256 * 256 * 2
+
+
+def test_the_optimizer_runs_when_no_micro_batch_is_in_flight():
+    run = Run(configs.find("mixtral-8x7b"), Step(1, 1024), "bf16", Parallel(pipeline=8, micro_batches=16))
+    for stage in run.stages:
+        last = stage.timeline[-1]
+        assert last.phase == "optimizer" and not any(last.held[kind] for kind in stage.kept)
+        waiting = (stage.in_flight - 1) * stage.kept.total()
+        assert stage.timeline[0].bytes >= stage.resident.total() + waiting
+
+
+def test_zero_gathers_what_other_gpus_have_copies_of():
+    model, step = configs.find("mixtral-8x7b"), Step(1, 1024)
+    alone = Run(model, step, "bf16", Parallel(data=8, expert=8, zero=3)).worst
+    of_layer = [weight for part in alone.model.layers[0] for weight in part.weights()]
+    beside = [weight for part in (*alone.model.before, *alone.model.after) for weight in part.weights()]
+    shared = 2 * sum(one.count for one in of_layer if not one.of_experts) + sum(one.count for one in beside)
+    assert alone.gathered == 2 * shared
+    experts = sum(one.count for one in of_layer if one.of_experts)
+    both = Run(model, step, "bf16", Parallel(data=16, expert=8, zero=3)).worst
+    assert both.gathered == 2 * (shared + 2 * experts)
+    kept_whole = Run(model, step, "bf16", Parallel(data=16, expert=8, zero=1)).worst
+    passing = [
+        max(one.held["passing tensors"] for one in stage.timeline if one.phase == "forward")
+        for stage in (both, kept_whole)
+    ]
+    assert passing[0] - passing[1] == both.gathered
+
+
+def test_buffers_hold_rows_to_and_from_experts_and_the_ends_of_stages():
+    model, step = configs.find("mixtral-8x7b"), Step(1, 1024)
+    rows = 1024 * 2 * 4096 * 2
+    assert Run(model, step, "bf16", Parallel(data=8, expert=8)).worst.buffers == 2 * rows
+    stages = Run(model, step, "bf16", Parallel(pipeline=4, micro_batches=8)).stages
+    stream = 1024 * 4096 * 2
+    assert [stage.buffers for stage in stages] == [5 * stream, 2 * 4 * stream, 2 * 3 * stream, 2 * stream]
+
+
+def test_muon_has_one_momentum_for_a_matrix_and_adamw_the_rest():
+    model = configs.find("gpt-oss-20b")
+    weights = [weight for part in model.parts for weight in part.weights()]
+    matrices = sum(one.count for one in weights if len(one.dims) > 1 and one.name[0] == "w")
+    rest = sum(one.count for one in weights) - matrices
+    found = Run(model, Step(1, 64), "muon").worst.optimizer["optimizer states"]
+    assert found == 4 * matrices + 8 * rest
+
+
+@pytest.mark.parametrize("axis", sweeps.AXES)
+def test_a_sweep_has_the_peaks_of_its_runs(axis):
+    run = Run(configs.find("olmoe-1b-7b"), Step(4, 512), "bf16")
+    lines = {line.experts: line for line in sweeps.sweep(run, axis)}
+    assert len(lines) == 5
+    for name, line in lines.items():
+        model = run.model if name == "as given" else configs.with_experts(run.model, name)
+        for size, peak in zip(line.sizes, line.peaks, strict=True):
+            step = Step(size, 512) if axis == "batch" else Step(4, size)
+            assert Run(model, step, "bf16").worst.peak.bytes == peak
