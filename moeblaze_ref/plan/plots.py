@@ -39,7 +39,7 @@ COLORS = {
     "logits and loss": GREEN,
     "passing tensors": PURPLE,
 }
-PALE = "#DDDDDD"
+PALE = "#C4C4C4"
 REST = "the rest"
 LINES = (BLACK, VERMILLION, BLUE, GREEN, ORANGE)
 

@@ -2,10 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,15 +25,16 @@ from moeblaze_ref.memory.measure import LiveStorages
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILLION, dotted, drawn, filled
 from moeblaze_ref.plan import configs
 from moeblaze_ref.plan.checkpoints import CHECKPOINTS
-from moeblaze_ref.plan.experts import GroupedExperts
+from moeblaze_ref.plan.experts import GroupedExperts, Router
 from moeblaze_ref.plan.flops import forward_flops, part_flops
 from moeblaze_ref.plan.parts import Part, Step
-from moeblaze_ref.plan.plots import COLORS
+from moeblaze_ref.plan.plots import COLORS, over_time
 from moeblaze_ref.plan.run import MASTER, STATES, WEIGHTS, Run, Stage
 from moeblaze_ref.plan.shares import ZERO, Parallel
 from moeblaze_ref.plan.timeline import GRADIENTS, PHASES, Instant
 from moeblaze_ref.runtime.ceilings import Ceilings, Cost
 
+T = TypeVar("T")
 ACTIVATIONS = "activations"
 RECORD = DOCS / "results" / "plan_h100.json"
 H200 = Ceilings(PEAK_FLOPS["bf16 tensor cores"] / 1e3, HBM_BYTES_PER_SECOND / 1e3)  # by its data sheet
@@ -57,13 +58,17 @@ class Recorder(LiveStorages):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(operator, types, args, kwargs)
-        gradients = _bytes(weight.grad for weight in self._weights if weight.grad is not None)
-        others = Counter({GRADIENTS: gradients, ACTIVATIONS: sum(self.sizes) - gradients})
-        self.moments.append(Instant(self.phase, str(operator), self._standing + others))
+        self.note(str(operator))
         return result
 
+    def note(self, where: str) -> None:
+        """Add a moment."""
+        gradients = _bytes(weight.grad for weight in self._weights if weight.grad is not None)
+        others = Counter({GRADIENTS: gradients, ACTIVATIONS: sum(self.sizes) - gradients})
+        self.moments.append(Instant(self.phase, where, self._standing + others))
 
-def _bytes(tensors) -> int:
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -78,7 +83,7 @@ def recorded_step(model: nn.Module, tokens: Tensor) -> list[Instant]:
     Returns
     -------
     list of Instant
-        With the operators' names; at the end of each phase what it leaves.
+        With the operators' names. The forward ends with what the backward needs.
     """
     optimizer = torch.optim.AdamW(model.parameters())
     step_loss(model, tokens).backward()
@@ -86,6 +91,7 @@ def recorded_step(model: nn.Module, tokens: Tensor) -> list[Instant]:
     optimizer.zero_grad()
     with Recorder(model, optimizer) as recorder:
         loss = step_loss(model, tokens)
+        recorder.note("the loss alone")
         recorder.phase = "backward"
         loss.backward()
         del loss
@@ -103,6 +109,11 @@ def step_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 def last_of(moments: Sequence[Instant], phase: str) -> Instant:
     """The last moment of a phase."""
     return [moment for moment in moments if moment.phase == phase][-1]
+
+
+def planned_picture(name: str, sequence: int, checkpoint: str) -> Figure:
+    """`plan.plots.over_time` of one sequence of a carried model on one GPU."""
+    return over_time(planned(name, sequence, checkpoint=checkpoint).run)
 
 
 # The share of the experts --------------------------------------------------------------------------------------------
@@ -123,6 +134,17 @@ def kept_groups(stage: Stage) -> dict[str, int]:
     for kind, number in stage.kept.items():
         found[GROUPS.get(kind, REST)] += number
     return found
+
+
+def share_of_experts(stage: Stage) -> float:
+    """Return the share of the experts, with their router, of what is kept."""
+    return kept_groups(stage)["experts"] / stage.kept.total()
+
+
+def policies_of(name: str, sequence: int) -> tuple[Stage, Stage]:
+    """One GPU with all of a carried model: its experts in plain torch, and under `minimal`."""
+    plain = planned(name, sequence)
+    return plain, replace(plain.run, model=configs.with_experts(plain.run.model, "moeblaze/minimal")).worst
 
 
 def state_bytes(stage: Stage) -> int:
@@ -193,18 +215,20 @@ HALVES = {"everything else": False, "experts": True}  # whether expert paralleli
 def held_by_half(name: str, parallel: Parallel) -> dict[tuple[str, str], int]:
     """Bytes of a carried model that one GPU holds, by half of the model and by kind, of ``HALVES`` and ``COLUMNS``."""
     model = configs.find(name)
-    found = {}
+    found: dict[tuple[str, str], int] = {}
     for half, by_expert in HALVES.items():
-        own = _with_parts(model, lambda part, by_expert=by_expert: part.by_expert == by_expert)
+        own = _with_parts(model, by_expert)
         stage = Run(own, Step(1, 1), parallel=parallel).worst
         held = stage.resident + Counter({GRADIENTS: sum(one.gradients for one in stage.work)})
         found |= {(half, kind): held[kind] for kind in COLUMNS}
     return found
 
 
-def _with_parts(model: configs.Model, chosen: Callable[[Part], bool]) -> configs.Model:
+def _with_parts(model: configs.Model, by_expert: bool) -> configs.Model:
+    """The parts that expert parallelism divides, or the others."""
+
     def some(parts: Sequence[Part]) -> tuple[Part, ...]:
-        return tuple(filter(chosen, parts))
+        return tuple(part for part in parts if part.by_expert == by_expert)
 
     layers = tuple(some(layer) for layer in model.layers)
     return replace(model, before=some(model.before), layers=layers, after=some(model.after))
@@ -278,7 +302,11 @@ def _ways(model: configs.Model, step: Step) -> Iterator[tuple[str, Callable[[], 
         yield f"checkpoint: {how}", partial(Run, model, step, checkpoint=how), repeated.get(how, 0.0)
     up = sum(part_flops(part, step) for part in layers if isinstance(part, GroupedExperts)) * 2 / 3  # two of 3 products
     for policy, flops in {"moeblaze/minimal": 0.0, "moeblaze/inputs": up}.items():
-        yield policy, lambda policy=policy: Run(configs.with_experts(model, policy), step), flops
+        yield policy, partial(_under_policy, model, step, policy), flops
+
+
+def _under_policy(model: configs.Model, step: Step, policy: str) -> Run:
+    return Run(configs.with_experts(model, policy), step)
 
 
 def most_activations(stage: Stage) -> int:
@@ -339,9 +367,18 @@ def expert_times(names: Sequence[str]) -> Figure:
 
 def expert_widths(name: str) -> tuple[int, int]:
     """d and h of the experts of a carried model."""
-    parts = (part for layer in configs.find(name).layers for part in layer)
-    experts = next(part for part in parts if isinstance(part, GroupedExperts))
+    experts = _first(name, GroupedExperts)
     return experts.d, experts.h
+
+
+def router_of(name: str) -> Router:
+    """The router of a carried model's MoE layers."""
+    return _first(name, Router)
+
+
+def _first(name: str, kind: type[T]) -> T:
+    """The first part of a kind in a carried model."""
+    return next(part for part in configs.find(name).parts if isinstance(part, kind))
 
 
 # The proof -----------------------------------------------------------------------------------------------------------
