@@ -7,6 +7,9 @@
 
 PYTHON ?= python3
 
+# A process that may not keep the bytecode of what it imports compiles torch each time: four seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 # The stamp of a finished set-up holds the index that torch came from: later installs read it there.
 STAMP := .venv/torch-index-url
@@ -121,6 +124,7 @@ docs: machine-for-notebooks $(STAMP) ## Write the generated pages, and the site 
 	$(BIN)/python -m moeblaze_ref.placement.document
 	$(BIN)/python -m moeblaze_ref.parallel.document
 	$(BIN)/python -m moeblaze_ref.papers.document
+	$(BIN)/python -m moeblaze_ref.cli.plan_document
 	$(BIN)/python -m moeblaze_ref.course.site.cupy_by_hand
 	$(BIN)/python -m moeblaze_ref.course.site.records
 	$(BIN)/python -m moeblaze_ref.course.site.path

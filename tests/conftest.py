@@ -60,6 +60,16 @@ def pytest_xdist_auto_num_workers():
     return len(cores) + 1
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect tests without the collector of garbage: what modules make when they are imported stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish():
     """What is there before the first test stays, so the collector of garbage need not look through it every time."""
     gc.collect()

@@ -34,6 +34,10 @@ from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory import accounting, report
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.placement import methods
+from moeblaze_ref.plan import configs
+from moeblaze_ref.plan import report as plan_report
+from moeblaze_ref.plan.parts import Step
+from moeblaze_ref.plan.run import Run
 from moeblaze_ref.systems import capacity
 from moeblaze_ref.systems.layer import intermediates
 from moeblaze_ref.verify import cases, check, comparisons, coverage
@@ -584,13 +588,15 @@ def check_units(notation):
 def check_output(notation):
     """The keys of the commands' JSON."""
     (rows,) = notation.tables("Machine-readable output")
-    checks, counts, placed, memory, system, tensor = (row["keys"].split(", ") for row in rows)
+    checks, counts, placed, memory, system, tensor, plan, stage = (row["keys"].split(", ") for row in rows)
     assert checks == [field.name for field in fields(check.Row)]
     assert counts == [field.name for field in fields(coverage.Line)]
     assert placed == [field.name for field in fields(methods.Row)]
     printed = json.loads(json.dumps(report.as_json("conf1", ACCOUNT_CONFIG, ACCOUNTS, [])))
     assert (memory, system) == (list(printed), list(printed["systems"][0]))
     assert tensor == list(printed["systems"][0]["tensors"][0])
+    planned = plan_report.as_json(Run(configs.find("mixtral-8x7b"), Step(1, 128)), [])
+    assert (plan, stage) == (list(planned), list(planned["stages"][0]))
 
 
 def check_kernel_headers(notation):
@@ -759,6 +765,7 @@ MISTAKES = [  # (the check that must find it, what stands in notation.md, what t
     (check_output, "version, dtype, shape,", "version, shape, dtype,"),
     (check_output, "cross_share, step_ms,", "step_ms, cross_share,"),
     (check_output, "formula, bytes, kept |", "formula, bytes |"),
+    (check_output, "worst, with_overhead_bytes,", "with_overhead_bytes, worst,"),
     (check_kernel_headers, "| `Idea` |", "| `Thought` |"),
 ]
 

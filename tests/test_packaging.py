@@ -283,6 +283,16 @@ def test_a_target_looks_for_what_it_needs_before_anything_is_installed(set_up, t
     assert result.returncode != 0 and result.stdout == f"c++ -m64, python3.12, one another: {NEEDS[target]}\n"
 
 
+def test_python_keeps_what_it_compiles_whatever_the_environment_says(set_up):
+    (set_up / STAMP).unlink()
+    (set_up / ".venv/bin/pip").unlink()
+    (set_up / "scripts" / "system_packages.sh").write_text(
+        '#!/bin/sh\necho "${PYTHONDONTWRITEBYTECODE-kept}"\nexit 1\n'
+    )
+    result = processes.run(["make", "setup"], cwd=set_up, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
+    assert result.returncode != 0 and result.stdout.splitlines()[-1] == "kept"
+
+
 @pytest.mark.parametrize("target", ["demo", "check"])
 def test_the_compiler_of_pypi_is_installed_where_no_other_is(set_up, target):
     """For what a command of the venv then runs; the version is that of the extra."""

@@ -42,7 +42,7 @@ def plan(
     as_json: AsJson = False,
 ):
     """Count every byte of a training step of a whole model, and say what would help most."""
-    from moeblaze_ref.core import checks, figures
+    from moeblaze_ref.core import checks
     from moeblaze_ref.plan import advice, configs, report, skew, sweeps
     from moeblaze_ref.plan.parts import Step
     from moeblaze_ref.plan.run import Run
@@ -55,18 +55,32 @@ def plan(
         even = Run(model, step, recipe, parallel, checkpoint, tuple(offload or ()))
         uneven = skew.of_run(even, trace, zipf)
         run = replace(even, imbalance=uneven.worst)
-        names = (*PLOTS, *([f"plan_by_{sweep}"] if sweep else []))
+        checks.check_within("overhead", overhead, 0, 1)
         if sweep:
             checks.check_name("sweep", sweep, sweeps.AXES)
+            if not plots:
+                raise ValueError("--sweep draws a plot: it needs a folder, --plots")
         if plots:
-            figures.check(plots, names, force)
+            _check_folder(plots, sweep, force)
         found = advice.changes(run)
     shown = functools.partial(report.tables, run, found, uneven, overhead)
     show(as_json, report.as_json(run, found, uneven, overhead), shown, indent=2)
     if plots:
-        with user_errors():
-            written = figures.save_all(drawn(run, sweep), plots, force)
-        print_plots(written)
+        _write(run, sweep, plots, force)
+
+
+def _check_folder(folder, sweep, force):
+    from moeblaze_ref.core import figures
+
+    figures.check(folder, (*PLOTS, *([f"plan_by_{sweep}"] if sweep else [])), force)
+
+
+def _write(run, sweep, folder, force):
+    from moeblaze_ref.core import figures
+
+    with user_errors():
+        written = figures.save_all(drawn(run, sweep), folder, force)
+    print_plots(written)
 
 
 def drawn(run, sweep) -> dict:

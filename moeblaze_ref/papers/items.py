@@ -81,7 +81,15 @@ _ALL = (
     ),
     Item("megablocks-table1", "MegaBlocks, table 1", "dense Transformers", "megablocks:table_1"),
     Item("megablocks-table2", "MegaBlocks, table 2", "MoE Transformers", "megablocks:table_2"),
-    Item("megablocks-table3", "MegaBlocks, table 3", "largest micro batches", "megablocks:table_3"),
+    Item(
+        "megablocks-table3",
+        "MegaBlocks, table 3",
+        "largest micro batches",
+        "micro_batches:table_3",
+        assumption="A whole training step by `moeblaze plan`'s account: weights and gradients of 16 bits, float32 "
+        "weights, AdamW's moments. Attention runs step by step, with dropout. Routing is even, and each GPU has 8 of "
+        "the 64 experts. A GPU has 80e9 bytes, and nothing is added for an allocator. Batches are powers of two.",
+    ),
     Item("megablocks-fig7", "MegaBlocks, figure 7", "end-to-end training", "megablocks:figure_7"),
     Item("megablocks-fig8", "MegaBlocks, figure 8", "speed over the best capacity factor", "megablocks:figure_8"),
     Item(

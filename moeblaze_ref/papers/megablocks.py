@@ -33,13 +33,6 @@ TABLE_1 = {
 }
 TABLE_2 = {"moe-XS": (839, 316), "moe-Small": (3_693, 879), "moe-Medium": (13_041, 2_487)}
 
-# Table 3: the largest micro batch of each system, in sequences.
-TABLE_3 = {
-    "Megatron-LM": {"XS": 64, "Small": 32, "Medium": 16, "Large": 16, "XL": 8},
-    "dMoE": {model.removeprefix("moe-"): batch for model, batch in block_products.MICRO_BATCHES.items()},
-    "Tutel's dropless MoE": {"XS": 32, "Small": 8, "Medium": 1},
-}
-
 
 def table_1(_: Recorded) -> Iterator[Row]:
     """Dense Transformers."""
@@ -59,14 +52,6 @@ def _models(printed: dict[str, tuple[int, int]]) -> Iterator[Row]:
         yield compared(
             f"{name}: FLOPs of a sequence", exactly(gflops, f"{gflops:,} GFLOPs"), flops, "{:,.1f} GFLOPs".format
         )
-
-
-def table_3(_: Recorded) -> Iterator[Row]:
-    """Largest micro batches."""
-    why = "a whole model in memory is not accounted here yet: only its MoE layers are"
-    for system, sizes in TABLE_3.items():
-        printed = ", ".join(f"{size} {batch}" for size, batch in sizes.items())
-        yield not_reproduced(f"largest micro batch, {system}", printed, why)
 
 
 METADATA = ("row_offsets", "column_indices", "row_indices", "column_offsets", "transpose_indices")

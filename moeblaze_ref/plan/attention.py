@@ -143,13 +143,12 @@ class Attention:
     chunk: int | None = None  #: tokens that see each other, and no others (Llama 4's layers with positions)
     kind: ClassVar[str] = "attention"
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the four projections, their biases, and the weights of the norms."""
         q, kv = self.heads * self.width, self.kv_heads * self.width
         inner = (("wq", q), ("wk", kv), ("wv", kv))
-        products = [Weight(name, (self.d, columns)) for name, columns in inner] + [Weight("wo", (q, self.d))]
+        products = [Weight(name, (columns, self.d)) for name, columns in inner] + [Weight("wo", (self.d, q))]
         biases = [Weight(f"{name}_bias", (columns,)) for name, columns in inner if self.bias]
         biases += [Weight("wo_bias", (self.d,))] if self.out_bias else []
         return (*products, *biases, *(weight for norm in self.norms for weight in norm.weights()))
@@ -209,7 +208,6 @@ class SinkAttention:
     width: int
     kind: ClassVar[str] = "attention"
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the weights of `Attention` with all biases, and the sinks."""
@@ -264,7 +262,6 @@ class LatentAttention:
     value_width: int
     kind: ClassVar[str] = "attention"
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     @property
     def _width(self) -> int:
@@ -283,15 +280,15 @@ class LatentAttention:
         """Return the products to the latent vectors and from them, and the norms between."""
         d, n, q = self.d, self.heads, self.heads * self._width
         queries = (
-            (Weight("wq_down", (d, self.q_rank)), Weight("wq_up", (self.q_rank, q)))
+            (Weight("wq_down", (self.q_rank, d)), Weight("wq_up", (q, self.q_rank)))
             if self.q_rank
-            else (Weight("wq", (d, q)),)
+            else (Weight("wq", (q, d)),)
         )
         return (
             *queries,
-            Weight("wkv_down", (d, self.kv_rank + self.rotary_width)),
-            Weight("wkv_up", (self.kv_rank, n * (self.plain_width + self.value_width))),
-            Weight("wo", (n * self.value_width, d)),
+            Weight("wkv_down", (self.kv_rank + self.rotary_width, d)),
+            Weight("wkv_up", (n * (self.plain_width + self.value_width), self.kv_rank)),
+            Weight("wo", (d, n * self.value_width)),
             *(weight for norm in self._norms() for weight in norm.weights()),
         )
 

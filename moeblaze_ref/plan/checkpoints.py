@@ -28,7 +28,6 @@ class Checkpointed:
     selective: bool = False
     kind: ClassVar[str] = "checkpoints"
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the weights of its parts."""
@@ -89,7 +88,6 @@ class LayerArguments:
     masks: int = 0  #: tables of L * S numbers, added to logits
     kind: ClassVar[str] = "positions"
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return nothing."""

@@ -38,8 +38,8 @@ class Model:
 
     @property
     def everywhere(self) -> tuple[Part, ...]:
-        """The parts before the layers that each stage of a pipeline has: the angles of positions."""
-        return tuple(part for part in self.before if isinstance(part, Rotary))
+        """The parts before the layers that each stage of a pipeline has: positions, and what layers know of them."""
+        return tuple(part for part in self.before if part.kind == "positions")
 
     @property
     def parts(self) -> tuple[Part, ...]:

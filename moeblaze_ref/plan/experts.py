@@ -13,6 +13,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ITEMSIZE, MoEConfig
 from moeblaze_ref.memory.accounting import Account, Size, Tensor, account, megablocks_step_account, step_account
 from moeblaze_ref.plan.parts import Moment, Part, Step, Weight, divided
+from moeblaze_ref.systems.layer import intermediates
 
 # What a router makes of the logits.
 SCORES = {
@@ -36,13 +37,12 @@ class Router:
     bias: bool = False  #: of the logits
     kind: ClassVar[str] = "router"
     by_token: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
-        """Return wg (d, E), the bias of the logits, and that of the choice, which no gradient trains."""
+        """Return wg (E, d), the bias of the logits, and that of the choice, which no gradient trains."""
         biases = [Weight("router_bias", (self.E,))] if self.bias else []
         biases += [Weight("choice_bias", (self.E,), trained=False)] if self.scores == "sigmoid" else []
-        return (Weight("wg", (self.d, self.E)), *biases)
+        return (Weight("wg", (self.E, self.d)), *biases)
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the input, the scores, the choice, and what the division by the sum keeps."""
@@ -80,6 +80,15 @@ class Router:
         return self
 
 
+def _rows(even: Size, imbalance: float) -> Size:
+    """Return an even share of rows, or so many times as many."""
+    return even if imbalance == 1 else Size(f"({even.text} * {imbalance:.4g})", math.ceil(int(even) * imbalance))
+
+
+def _of_experts(**shapes: tuple[int, ...]) -> tuple[Weight, ...]:
+    return tuple(Weight(name, shape, of_experts=True) for name, shape in shapes.items())
+
+
 @dataclass(frozen=True)
 class GroupedExperts:
     """Experts as three grouped products over rows in the order of their experts (transformers' ``grouped_mm``)."""
@@ -94,22 +103,17 @@ class GroupedExperts:
     imbalance: float = 1.0  #: rows that come here from all GPUs, as a multiple of an even share
     kind: ClassVar[str] = "experts"
     by_token: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = True
 
     def weights(self) -> tuple[Weight, ...]:
-        """Return w1, w2 (E, d, h) and w3 (E, h, d); with ``clamped`` also their biases."""
+        """Return w1 and w2 as one (E, 2h, d) and w3 (E, d, h); with ``clamped`` transposed, and their biases."""
         E, d, h = self.E, self.d, self.h
-        products = Weight("w1", (E, d, h)), Weight("w2", (E, d, h)), Weight("w3", (E, h, d))
         if not self.clamped:
-            return products
-        return (*products, Weight("b1", (E, h)), Weight("b2", (E, h)), Weight("b3", (E, d)))
+            return _of_experts(w12=(E, 2 * h, d), w3=(E, d, h))
+        return _of_experts(w12=(E, d, 2 * h), w3=(E, h, d), b12=(E, 2 * h), b3=(E, d))
 
     def rows(self, step: Step) -> Size:
         """Return the routed rows of the experts here."""
-        even = step.L * Size("k", self.k)
-        return (
-            even if self.imbalance == 1 else Size(f"({even.text} * {self.imbalance})", math.ceil(even * self.imbalance))
-        )
+        return _rows(step.L * Size("k", self.k), self.imbalance)
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return the routed rows, all tensors between the products, the rows' weights, and int64 places of rows."""
@@ -163,11 +167,10 @@ class DenseExperts:
     E: int
     kind: ClassVar[str] = "experts"
     by_token: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = True
 
     def weights(self) -> tuple[Weight, ...]:
-        """Return w1, w2 (E, d, h) and w3 (E, h, d)."""
-        return GroupedExperts(self.d, self.h, self.E, 1).weights()
+        """Return w1 and w2 as one (E, d, 2h), and w3 (E, h, d)."""
+        return _of_experts(w12=(self.E, self.d, 2 * self.h), w3=(self.E, self.h, self.d))
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return E copies of the tokens, before and after the weights, and all tensors between the products."""
@@ -231,7 +234,6 @@ class MoEBlock:
     policy: str | None = None  #: what `moeblaze` saves, one of ``config.POLICIES``; the others have none
     kind: ClassVar[str] = "experts"
     by_token: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checks.check_name("system", self.system, SYSTEMS + FORMULAS)
@@ -255,13 +257,17 @@ class MoEBlock:
         """
         plain = Router(router.d, router.E, router.k, renormalize=router.renormalize)
         if router != plain or not isinstance(experts, GroupedExperts) or experts.clamped:
-            raise ValueError(f"no layer here takes the place of {router} and {experts}")
+            raise ValueError(
+                f"experts is {system!r}, but no layer here has such a router ({router.scores}, in "
+                f"{'float32' if router.in_float32 else 'its own dtype'}) and {type(experts).__name__}"
+                f"{' with biases' * getattr(experts, 'clamped', False)}: it must be 'torch'"
+            )
         return cls(router.d, experts.h, router.E, router.k, system, policy)
 
     def weights(self) -> tuple[Weight, ...]:
         """Return wg (d, E), w1, w2 (E, d, h) and w3 (E, h, d)."""
-        parts = Router(self.d, self.E, self.k), GroupedExperts(self.d, self.h, self.E, self.k)
-        return tuple(weight for part in parts for weight in part.weights())
+        E, d, h = self.E, self.d, self.h
+        return Weight("wg", (d, E)), *_of_experts(w1=(E, d, h), w2=(E, d, h), w3=(E, h, d))
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
         """Return what the layer saves, its input and its routing included."""
@@ -292,11 +298,104 @@ class MoEBlock:
         """Return nothing: torch does not see the products."""
         return ()
 
-    def share(self, tensor: int, expert: int) -> "MoEBlock":
-        """Return the same; ValueError for several GPUs that divide the experts."""
-        if expert > 1:
+    def share(self, tensor: int, expert: int) -> "MoEBlock | ExpertParallelBlock":
+        """Return the layer on one of the GPUs that divide the experts; ValueError if none is there for the system."""
+        if expert == 1:
+            return self
+        if self.policy is None:
             raise ValueError(f"expert is {expert}, but a layer with {self.system} is counted on one GPU: it must be 1")
+        return ExpertParallelBlock(self, divided("the experts", self.E, expert, "expert"), expert)
+
+
+@dataclass(frozen=True)
+class ExpertParallelBlock:
+    """One rank of `parallel.layer.ExpertParallelMoE`.
+
+    A token's row travels once to each rank that has one of its experts. Counted are tokens whose experts are on as many
+    ranks as can be: others send fewer rows.
+    """
+
+    whole: MoEBlock  #: the layer with all experts
+    E: int  #: experts here
+    ranks: int
+    imbalance: float = 1.0  #: rows that come here from all ranks, as a multiple of an even share
+    kind: ClassVar[str] = "experts"
+    by_token: ClassVar[bool] = True
+
+    @property
+    def _alone(self) -> MoEBlock:
+        """A layer of one GPU whose tokens are the routed rows of the experts here."""
+        return replace(self.whole, E=self.E, k=1)
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Return wg (d, E) for all experts, and the weights of those here."""
+        return (*self.whole.weights()[:1], *self._alone.weights()[1:])
+
+    def sent(self, step: Step) -> Size:
+        """Return the rows that leave: one for each token and rank."""
+        return step.L * Size("min(k, ranks)", min(self.whole.k, self.ranks))
+
+    def arrived(self, step: Step) -> Size:
+        """Return the rows that come: at most all tokens of all ranks."""
+        return min(_rows(self.sent(step), self.imbalance), step.L * Size("ranks", self.ranks))
+
+    def routed(self, step: Step) -> Size:
+        """Return the routed rows of the experts here."""
+        return _rows(step.L * Size("k", self.whole.k), self.imbalance)
+
+    def kept(self, step: Step) -> tuple[Tensor, ...]:
+        """Return the input with its routing, the rows that came with theirs, and what the policy saves of them."""
+        d, k, arrived = Size("d", self.whole.d), Size("k", self.whole.k), self.arrived(step)
+        return (
+            Tensor("x", (step.L, d), step.dtype),
+            Tensor("topk_experts", (step.L, k), "int32"),
+            Tensor("shares", (Size("E", self.whole.E),), "float32"),
+            Tensor("part", (Size("1", 1),), "float32"),
+            *_structures("trip", self.sent(step), Size("ranks", self.ranks), step.L * k),
+            Tensor("rows", (arrived, d), step.dtype),
+            Tensor("gates", (arrived, k), "float32"),
+            *_structures("experts", self.routed(step), Size("E", self.E), arrived * k),
+            *self._saved(step),
+        )
+
+    def _saved(self, step: Step) -> tuple[Tensor, ...]:
+        widths, h = dict.fromkeys(("routed_x", "y"), Size("d", self.whole.d)), Size("h", self.whole.h)
+        names = intermediates(self.whole.policy, "swiglu")
+        return tuple(Tensor(name, (self.routed(step), widths.get(name, h)), step.dtype) for name in names)
+
+    def forward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the layer alone, beside the rows that were sent."""
+        return self._travelling(step, self._alone.forward(self._routed_step(step)))
+
+    def backward(self, step: Step) -> tuple[Moment, ...]:
+        """Return one moment: the same of the backward."""
+        return self._travelling(step, self._alone.backward(self._routed_step(step)))
+
+    def _routed_step(self, step: Step) -> Step:
+        return replace(step, batch=1, sequence=int(self.routed(step)))
+
+    def _travelling(self, step: Step, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+        rows = Tensor("rows_sent", (self.sent(step), Size("d", self.whole.d)), step.dtype)
+        return tuple(replace(moment, beside=(*moment.beside, rows)) for moment in moments)
+
+    def products(self, step: Step) -> tuple[Tensor, ...]:
+        """Return nothing: torch does not see the products."""
+        return ()
+
+    def share(self, tensor: int, expert: int) -> "ExpertParallelBlock":
+        """Return the same: it is a share already."""
         return self
+
+
+def _structures(of: str, rows: Size, groups: Size, slots: Size) -> tuple[Tensor, ...]:
+    """Return the index structures of rows that go to some groups, of so many slots (`core.structures.Dispatch`)."""
+    shapes = {
+        "expert_token_indices": rows,
+        "expert_token_offsets": groups + 1,
+        "token_expert_indices": slots,
+        "token_index_map": slots,
+    }
+    return tuple(Tensor(f"{of} {name}", (size,), "int32") for name, size in shapes.items())
 
 
 def _alive(where: str, number: int) -> Moment:

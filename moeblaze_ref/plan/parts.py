@@ -86,8 +86,9 @@ class Weight:
     """A tensor that is trained, or, as a router's selection bias, only kept up to date."""
 
     name: str
-    dims: tuple[int, ...]
+    dims: tuple[int, ...]  #: its shape in torch: a linear layer's are outputs, inputs
     trained: bool = True
+    of_experts: bool = False  #: whether expert parallelism divides it
 
     @property
     def count(self) -> int:
@@ -109,7 +110,6 @@ class Part(Protocol):
 
     kind: ClassVar[str]  #: what a reader looks for: "attention", "experts", ...
     by_token: ClassVar[bool]  #: whether tensor parallelism divides its tokens, and not its weights
-    by_expert: ClassVar[bool]  #: whether expert parallelism divides its weights
 
     def __hash__(self) -> int:
         """Return the same number for equal parts."""
@@ -149,7 +149,6 @@ class Embedding:
     tied: bool = False  #: its table is the head's weight too
     kind: ClassVar[str] = "embedding"
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the table of vectors, (V, d)."""
@@ -185,7 +184,6 @@ class Rotary:
     as_complex: bool = False  #: complex numbers in float32, in place of cosines and sines in the step's dtype
     kind: ClassVar[str] = "positions"
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return nothing: the angles are computed."""
@@ -225,7 +223,6 @@ class Norm:
     name: str = "norm"
     kind: ClassVar[str] = "norms"
     by_token: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return one number a column, which the groups share."""
@@ -286,11 +283,10 @@ class Mlp:
     router_dtype: str | None = None  #: in which a router has kept the same input; "": the step's
     kind: ClassVar[str] = "dense MLP"
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
-        """Return w1, w2 (d, f) and w3 (f, d)."""
-        shapes = {"w1": (self.d, self.width), "w2": (self.d, self.width), "w3": (self.width, self.d)}
+        """Return w1, w2 (f, d) and w3 (d, f)."""
+        shapes = {"w1": (self.width, self.d), "w2": (self.width, self.d), "w3": (self.d, self.width)}
         return tuple(Weight(f"{self.name}_{name}", shape) for name, shape in shapes.items())
 
     def kept(self, step: Step) -> tuple[Tensor, ...]:
@@ -313,8 +309,9 @@ class Mlp:
         return rows_of(step, (f"{self.name}_a", self.width), (f"{self.name}_b", self.width), ("out", self.d))
 
     def share(self, tensor: int, expert: int) -> "Mlp":
-        """Return some of the columns."""
-        return replace(self, width=divided(f"the width of the {self.name} MLP", self.width, tensor))
+        """Return some of the columns, for tokens of which a router here has a part only."""
+        width = divided(f"the width of the {self.name} MLP", self.width, tensor)
+        return replace(self, width=width, router_dtype=self.router_dtype if tensor == 1 else None)
 
 
 @dataclass(frozen=True)
@@ -326,7 +323,6 @@ class Head:
     tied: bool = False  #: its weight is the embedding's
     kind: ClassVar[str] = "logits and loss"
     by_token: ClassVar[bool] = False
-    by_expert: ClassVar[bool] = False
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the matrix (V, d), or nothing if it is the embedding's."""

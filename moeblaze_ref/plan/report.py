@@ -12,9 +12,11 @@ from rich.text import Text
 from moeblaze_ref.core.units import GB, GIB
 from moeblaze_ref.plan import account, recipes, shares
 from moeblaze_ref.plan.advice import Change
+from moeblaze_ref.plan.attention import SinkAttention
 from moeblaze_ref.plan.checkpoints import CHECKPOINTS
 from moeblaze_ref.plan.flops import forward_flops
 from moeblaze_ref.plan.parts import KERNELS
+from moeblaze_ref.plan.proofs import proof
 from moeblaze_ref.plan.run import Run, Stage
 from moeblaze_ref.plan.skew import Unevenness
 
@@ -71,6 +73,7 @@ def _stage_as_json(stage: Stage) -> dict[str, Any]:
         "kept": dict(stage.kept),
         "host_bytes": stage.offloaded,
         "peak": {"phase": peak.phase, "where": peak.where, "bytes": peak.bytes, "by_kind": dict(peak.held)},
+        "known_by": {kind: proof(stage.run, kind) for kind in peak.held},
     }
 
 
@@ -87,6 +90,8 @@ def notes(run: Run) -> list[str]:
             f"Warning: sequence is {run.step.sequence}, but the model's positions end at {run.model.longest} "
             "(max_position_embeddings)."
         )
+    if any(isinstance(part, SinkAttention) for part in run.model.parts):
+        found.append("gpt-oss's attention runs in plain torch, whatever kernel is asked for.")
     return [*run.model.notes, *found]
 
 
@@ -98,7 +103,7 @@ def tables(
     return Group(
         _headline(run),
         peak_table(run),
-        fits_table(run, uneven, overhead),
+        *(Padding(Text(sentence), (0, 0, 1, 1)) for sentence in fits(run, uneven, overhead)),
         *([stages_table(run)] if run.parallel.pipeline > 1 else []),
         changes_table(changes),
         *(Padding(Text(remark), (0, 0, 1, 1)) for remark in remarks),
@@ -121,11 +126,13 @@ def peak_table(run: Run) -> Table:
     where = f"stage {stage.number}, " if run.parallel.pipeline > 1 else ""
     table = _table(f"At the peak of the fullest GPU: {where}{peak.phase}, {peak.where}")
     table.add_column("what")
-    for name in ("bytes", "GB", "share"):
+    for name in ("bytes", "GB", "part"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("known by")
     for kind, number in peak.held.most_common():
         if number:
-            table.add_row(kind, f"{number:,}", f"{number / GB:,.3f}", f"{number / peak.bytes:.1%}")
+            part = f"{number / peak.bytes:.1%}"
+            table.add_row(kind, f"{number:,}", f"{number / GB:,.3f}", part, proof(run, kind))
     table.add_section()
     table.add_row(
         "together", f"{peak.bytes:,}", f"{peak.bytes / GB:,.3f}", f"{peak.bytes / GIB:,.2f} GiB", style="bold"
@@ -135,22 +142,17 @@ def peak_table(run: Run) -> Table:
     return table
 
 
-def fits_table(run: Run, uneven: Unevenness, overhead: float) -> Table:
-    """One column for each capacity: whether the fullest GPU's peak fits, with the allocator's overhead.
-
-    If batches of a trace differ, also how many of them do not fit.
-    """
+def fits(run: Run, uneven: Unevenness, overhead: float) -> list[str]:
+    """Sentences: what a GPU needs, which capacities are enough and, if batches differ, for how many of them."""
     needed = with_overhead(run, overhead)
-    table = _table(f"Needed with {overhead:.0%} for the allocator: {needed / GB:,.1f} GB")
-    cells = []
-    for capacity in CAPACITIES:
-        table.add_column(f"{capacity} GB", justify="right")
-        left = capacity * GB - needed
-        cells.append(f"{left / GB:,.1f} left" if left >= 0 else f"{-left / GB:,.1f} too much")
-    table.add_row(*cells)
+    enough = [one for one in CAPACITIES if needed <= one * GB]
+    least = f"A GPU of {enough[0]} GB is enough" if enough else f"No GPU of {CAPACITIES[-1]} GB is enough"
+    short = [f"{one} GB: {(needed - one * GB) / GB:,.1f} short" for one in CAPACITIES if one not in enough]
+    found = [f"{needed / GB:,.1f} GB with {overhead:.0%} for the allocator. {least}. {'; '.join(short)}"]
     if len(uneven.batches) > 1:
-        table.add_row(*(f"{uneven.exceeding(run, one * GB, overhead):.0%} of batches" for one in CAPACITIES))
-    return table
+        parts = (f"{one} GB {uneven.exceeding(run, one * GB, overhead):.0%}" for one in CAPACITIES)
+        found.append(f"Batches whose peak is above a capacity: {', '.join(parts)}.")
+    return found
 
 
 def stages_table(run: Run) -> Table:

@@ -14,7 +14,7 @@ from moeblaze_ref.plan.configs import Model
 from moeblaze_ref.plan.experts import GroupedExperts
 from moeblaze_ref.plan.parts import Part, Step, Weight
 from moeblaze_ref.plan.shares import Parallel
-from moeblaze_ref.plan.timeline import PASSING, Instant, Resident, Work, size_of, timeline
+from moeblaze_ref.plan.timeline import Instant, Resident, Work, size_of, timeline
 
 WEIGHTS, MASTER, STATES = "weights", "float32 weights", "optimizer states"
 BUFFERS = "communication buffers"
@@ -93,15 +93,13 @@ class Stage:
         return recipes.RECIPES[self.run.recipe]
 
     @cached_property
-    def trained(self) -> tuple[tuple[Part, Weight], ...]:
-        """The weights here, each with its part."""
-        return tuple((part, weight) for part in _inner(self.model.parts) for weight in part.weights())
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights here, before ZeRO divides them."""
+        return tuple(weight for part in self.model.parts for weight in part.weights())
 
     def _counts(self, from_zero: int) -> Iterator[tuple[Weight, int]]:
-        """Yield each trained weight and how many of its numbers lie here, if ZeRO divides from that stage on."""
-        for part, weight in self.trained:
-            copies = self.run.parallel.copies(part) if self.run.parallel.zero >= from_zero else 1
-            yield weight, -(-weight.count // copies)
+        """Yield each weight and how many of its numbers lie here, if ZeRO divides from that stage on."""
+        return ((weight, self.run.parallel.held(weight, from_zero)) for weight in self.weights)
 
     @cached_property
     def resident(self) -> Counter[str]:
@@ -125,13 +123,8 @@ class Stage:
         return held
 
     def _gradients(self, part: Part) -> int:
-        zero = self.run.parallel.zero
-        return sum(
-            recipes.weight_bytes(self._recipe, -(-weight.count // (self.run.parallel.copies(one) if zero >= 2 else 1)))
-            for one in _inner([part])
-            for weight in one.weights()
-            if weight.trained
-        )
+        held = self.run.parallel.held
+        return sum(recipes.weight_bytes(self._recipe, held(one, 2)) for one in part.weights() if one.trained)
 
     @cached_property
     def stream(self) -> int:
@@ -177,22 +170,24 @@ class Stage:
     @cached_property
     def gathered(self) -> int:
         """Bytes of whole weights, or of their gradients, while ZeRO gathers them: two layers, and all beside layers."""
-        layers = [self._whole(layer) for layer in self.model.layers]
-        return 2 * max(layers) + self._whole((*self.model.before, *self.model.after))
+        layers = [self._divided(layer) for layer in self.model.layers]
+        return 2 * max(layers) + self._divided((*self.model.before, *self.model.after))
+
+    def _divided(self, parts: Sequence[Part]) -> int:
+        """Bytes of the weights of which other GPUs have copies."""
+        weights = (weight for part in parts for weight in part.weights() if self.run.parallel.copies(weight) > 1)
+        return sum(recipes.weight_bytes(self._recipe, weight.count) for weight in weights)
 
     @cached_property
     def whole_weights(self) -> int:
         """Bytes of all weights of this GPU's share, before ZeRO divides them."""
-        return self._whole(self.model.parts)
+        return sum(recipes.weight_bytes(self._recipe, weight.count) for weight in self.weights)
 
     @cached_property
     def offloaded(self) -> int:
         """Bytes in the host's memory."""
         optimizer = self.optimizer.total() if "optimizer" in self.run.offload else 0
         return optimizer + (self.in_flight * self.kept.total() if "activations" in self.run.offload else 0)
-
-    def _whole(self, parts: Sequence[Part]) -> int:
-        return sum(recipes.weight_bytes(self._recipe, weight.count) for part in parts for weight in part.weights())
 
     @cached_property
     def kept(self) -> Counter[str]:
@@ -205,22 +200,13 @@ class Stage:
     @cached_property
     def timeline(self) -> tuple[Instant, ...]:
         """The moments of the step when most micro batches are in flight."""
-        held = Counter(self.resident)
+        held, offloads = Counter(self.resident), "activations" in self.run.offload
         for kind, number in self.kept.items():
-            held[kind] += (self.in_flight - 1) * number
+            held[kind] += (self.in_flight - 1) * number * (not offloads)
         numbers = [count for weight, count in self._counts(from_zero=1) if weight.trained]
         work = 0 if "optimizer" in self.run.offload else recipes.work_bytes(self._recipe, numbers)
-        moments = timeline(self.work, Resident(held, self.run.parallel.micro_batches > 1, work))
-        return tuple(map(self._on_gpu, moments))
-
-    def _on_gpu(self, instant: Instant) -> Instant:
-        """Return a moment without what lies on the host: kept tensors but for those of the part that works."""
-        if "activations" not in self.run.offload:
-            return instant
-        kinds = set(self.kept)
-        here = Counter({kind: number for kind, number in instant.held.items() if kind not in kinds})
-        here[PASSING] += max((size_of(one.kept) for one in self.work), default=0)
-        return replace(instant, held=here)
+        resident = Resident(held, self.run.parallel.micro_batches > 1, work, offloads)
+        return tuple(timeline(self.work, resident))
 
     @cached_property
     def peak(self) -> Instant:

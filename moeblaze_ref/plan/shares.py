@@ -12,8 +12,8 @@ from itertools import accumulate
 from moeblaze_ref.core import checks
 from moeblaze_ref.plan.checkpoints import Checkpointed
 from moeblaze_ref.plan.configs import Model
-from moeblaze_ref.plan.experts import GroupedExperts
-from moeblaze_ref.plan.parts import Part, Step
+from moeblaze_ref.plan.experts import ExpertParallelBlock, GroupedExperts
+from moeblaze_ref.plan.parts import Embedding, Head, Part, Step, Weight
 
 ZERO = {
     0: "each GPU holds everything",
@@ -66,9 +66,20 @@ class Parallel:
         """All of them."""
         return self.data * self.tensor * self.pipeline
 
-    def copies(self, part: Part) -> int:
-        """GPUs that hold the same weights of a part, and may divide them among each other."""
-        return self.data * self.tensor // self.expert if part.by_expert else self.data
+    def copies(self, weight: Weight) -> int:
+        """GPUs that hold the same weight, and may divide it among each other."""
+        return self.data * self.tensor // self.expert if weight.of_experts else self.data
+
+    def held(self, weight: Weight, from_zero: int) -> int:
+        """Numbers that a GPU holds of a weight, of its gradient or of a state, which ZeRO divides from a stage on.
+
+        Stages 1 and 2 divide all numbers evenly, as the flat buffers of Megatron and DeepSpeed do. Stage 3 divides rows
+        as FSDP2 does: the first GPU has the most. FSDP2 leaves buffers whole.
+        """
+        if self.zero < from_zero or not weight.trained:
+            return weight.count
+        copies = self.copies(weight)
+        return rows_of(weight, copies) if self.zero == 3 else -(-weight.count // copies)
 
     def in_flight(self, stage: int) -> int:
         """Micro batches of which a stage holds what is kept, one forward and one backward in turn (1F1B)."""
@@ -80,8 +91,17 @@ class Parallel:
         return (self.pipeline - 1) / (self.micro_batches + self.pipeline - 1)
 
 
+def rows_of(weight: Weight, gpus: int, rank: int = 0) -> int:
+    """Numbers of a weight that FSDP2 gives a rank: as many rows as the others have, or those that are left."""
+    rows = weight.dims[0]
+    most = -(-rows // gpus)
+    return min(most, max(0, rows - rank * most)) * (weight.count // rows)
+
+
 def stages(model: Model, parallel: Parallel) -> tuple[Model, ...]:
     """The model of each stage of the pipeline: the layers in their order, the first stages with one more.
+
+    If the head's weight is the embedding, the first stage and the last one have a copy each.
 
     Raises
     ------
@@ -96,18 +116,24 @@ def stages(model: Model, parallel: Parallel) -> tuple[Model, ...]:
     return tuple(
         replace(
             model,
-            before=model.before if stage == 0 else model.everywhere,
+            before=_untied(model.before, count) if stage == 0 else model.everywhere,
             layers=model.layers[end - size : end],
-            after=model.after if stage == count - 1 else (),
+            after=_untied(model.after, count) if stage == count - 1 else (),
         )
         for stage, (size, end) in enumerate(zip(sizes, ends, strict=True))
     )
 
 
+def _untied(parts: Sequence[Part], stages: int) -> tuple[Part, ...]:
+    """Return parts of which, with several stages, none shares a weight with another stage."""
+    tied = (Embedding, Head) if stages > 1 else ()
+    return tuple(replace(part, tied=False) if isinstance(part, tied) else part for part in parts)
+
+
 def on_one_gpu(model: Model, parallel: Parallel, imbalance: float = 1.0) -> Model:
     """The model with the share of each part that one GPU of a stage has.
 
-    Its experts get ``imbalance`` times an even share of the routed rows.
+    If several GPUs divide the experts, those here get ``imbalance`` times an even share of the routed rows.
 
     Raises
     ------
@@ -116,7 +142,8 @@ def on_one_gpu(model: Model, parallel: Parallel, imbalance: float = 1.0) -> Mode
     """
 
     def share(parts: Sequence[Part]) -> tuple[Part, ...]:
-        return tuple(uneven(part.share(parallel.tensor, parallel.expert), imbalance) for part in parts)
+        shared = (part.share(parallel.tensor, parallel.expert) for part in parts)
+        return tuple(shared if parallel.expert == 1 else (uneven(part, imbalance) for part in shared))
 
     return replace(
         model,
@@ -130,7 +157,7 @@ def uneven(part: Part, imbalance: float) -> Part:
     """Return a part whose experts get so many times their even share of rows."""
     if isinstance(part, Checkpointed):
         return replace(part, parts=tuple(uneven(one, imbalance) for one in part.parts))
-    return replace(part, imbalance=imbalance) if isinstance(part, GroupedExperts) else part
+    return replace(part, imbalance=imbalance) if isinstance(part, GroupedExperts | ExpertParallelBlock) else part
 
 
 def step_of(part: Part, step: Step, parallel: Parallel) -> Step:

@@ -60,6 +60,7 @@ class Resident:
     held: Counter[str]  #: bytes by kind
     gradients: bool = False  #: whether all gradients are there from the start, to be added to
     optimizer_work: int = 0  #: bytes beside all this in the optimizer's step
+    offloads: bool = False  #: whether what is kept lies elsewhere, but for the part that works
 
 
 @lru_cache(maxsize=256)  # the layers of a model are alike
@@ -98,7 +99,9 @@ def timeline(work: Sequence[Work], resident: Resident) -> Iterator[Instant]:
         for moment in _moments(one.part, one.step, "forward"):
             passing = Counter({PASSING: size_of(moment.beside) + one.forward})
             yield Instant("forward", one.where, held + passing)
+        held[one.part.kind] -= size_of(one.kept) * resident.offloads
     for one in reversed(work):
+        held[one.part.kind] += size_of(one.kept) * resident.offloads
         kept, gradients = one.kept, 0 if resident.gradients else one.gradients
         for moment in _moments(one.part, one.step, "backward"):
             now = held + Counter({PASSING: size_of(moment.beside) + one.backward})

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 # As transformers chooses where it can: gpt-oss's attention has no other form, Llama 4's experts neither.
 ATTENTION = {"gpt_oss": "eager"}
@@ -23,6 +22,8 @@ def built(fields: dict[str, Any]) -> Iterator[nn.Module]:
 
     While the context is open its forward does not look into the positions for sequences that are packed together.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM, masking_utils  # two seconds, which only a model costs
+
     config = AutoConfig.for_model(**fields)
     config._attn_implementation = ATTENTION.get(config.model_type, "sdpa")
     if config.model_type not in OWN_EXPERTS:
@@ -47,6 +48,11 @@ class _Saved:
         self.tensor = tensor.detach()
 
 
+def here(tensor: Tensor) -> Tensor:
+    """Return a tensor, or this rank's part of one that several ranks have."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
     """The loss of ``batch`` sequences of ``sequence`` equal tokens."""
     ids = torch.zeros(batch, sequence, dtype=torch.long, device=next(model.parameters()).device)
@@ -65,10 +71,10 @@ def kept_storages(model: nn.Module, batch: int, sequence: int) -> list[int]:
     with saved_tensors_hooks(pack, lambda one: one.tensor):
         loss = loss_of(model, batch, sequence)
     gc.collect()
-    own = {StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+    own = {StorageWeakRef(here(tensor).untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
     found = {}
     for one in saved:
-        storage = one.tensor.untyped_storage()
+        storage = here(one.tensor).untyped_storage()
         if StorageWeakRef(storage) not in own:
             found[storage._cdata] = storage.nbytes()
     del loss

@@ -109,6 +109,13 @@ def test_a_model_with_memory_keeps_what_one_without_keeps(name):
     assert kept_by(configs.read(tiny(name), name), Step(2, 32, attention="cpu-flash")) == found
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_model_in_float32_keeps_what_autograd_keeps(name):
+    with built(tiny(name)) as theirs:
+        found = kept_storages(theirs.float(), 2, 32)
+    assert kept_by(configs.read(tiny(name), name), Step(2, 32, "float32", "cpu-flash")) == found
+
+
 def rows():
     """Each row of each part of each family: the family, the part's class, and the row's name."""
     for name in sorted(FAMILIES):

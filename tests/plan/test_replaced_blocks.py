@@ -111,9 +111,13 @@ def test_a_formula_without_one_of_its_rows_is_seen(name, policy, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
-        ("deepseek-v2-lite", ("moeblaze", "minimal"), "no layer here takes the place of Router"),
-        ("llama-4-scout", ("moeblaze", "minimal"), "no layer here takes the place of Router"),
-        ("gpt-oss-20b", ("megablocks",), "no layer here takes the place of Router"),
+        ("deepseek-v2-lite", ("moeblaze", "minimal"), r"no layer here has such a router \(softmax, in float32\)"),
+        (
+            "llama-4-scout",
+            ("moeblaze", "minimal"),
+            r"such a router \(sigmoid of k, in its own dtype\) and DenseExperts",
+        ),
+        ("gpt-oss-20b", ("megablocks",), "GroupedExperts with biases: it must be 'torch'"),
         (QWEN3, ("moeblase", "minimal"), "unknown system 'moeblase'. Did you mean 'moeblaze'"),
         (QWEN3, ("moeblaze",), "unknown policy None"),
         (QWEN3, ("megablocks", "minimal"), "megablocks has no save policies"),

@@ -3,12 +3,15 @@
 import ctypes
 import os
 import sys
+import threading
 
 import processes
 import pytest
+from hostile import until
+from simulator import only_simulated
 
 from moeblaze_ref.backends.numba_cuda import dispatch, runtime
-from moeblaze_ref.backends.numba_cuda.runtime import POISON
+from moeblaze_ref.backends.numba_cuda.runtime import POISON, cuda
 from moeblaze_ref.core import devices
 from moeblaze_ref.verify.cases import GOLDEN_TOPK_EXPERTS
 
@@ -86,6 +89,33 @@ def test_a_launch_leaves_pythons_thread_switching_as_it_was():
         assert sys.getswitchinterval() == pytest.approx(0.003)
     finally:
         sys.setswitchinterval(before)
+
+
+@only_simulated
+def test_the_threads_of_a_block_run_one_after_another_from_barrier_to_barrier():
+    seen = []
+
+    def kernel():
+        seen.append(cuda.threadIdx.x)
+        cuda.syncthreads()
+        seen.append(cuda.threadIdx.x)
+
+    runtime.launch(cuda.jit(kernel), 1, 4)
+    assert seen == [*range(4), *range(4)]
+
+
+@only_simulated
+def test_a_thread_that_raises_ends_those_that_wait_for_it():
+    waiting = threading.active_count()
+
+    def kernel():
+        if cuda.threadIdx.x == 2:
+            raise IndexError("no such row")
+        cuda.syncthreads()
+
+    with pytest.raises(IndexError, match=r"tid=\[2, 0, 0\] ctaid=\[0, 0, 0\]: no such row"):
+        runtime.launch(cuda.jit(kernel), 1, 4)
+    assert until(lambda: threading.active_count() == waiting, limit=30)
 
 
 class FakeDriver:

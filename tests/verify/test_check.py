@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from checked import dispatch_as_json
 from planted import plant, with_fault
 from stages import alter
 
@@ -88,8 +89,9 @@ def test_every_stage_of_the_specification_passes():
     assert found == {*itertools.product(("forward", "backward"), ("float64", "float32"))}
 
 
-def test_dispatch_passes_in_every_backend_that_needs_no_gpu():
-    rows = check.run(["dispatch"], ["numpy", "numba", "simt"])
+def test_dispatch_passes_in_every_backend_that_needs_no_gpu(tmp_path_factory):
+    found = [Row(**row) for row in dispatch_as_json(tmp_path_factory)[1]]
+    rows = [row for row in found if row.backend in ("numpy", "numba", "simt")]
     assert check.passed(rows) and {row.backend for row in rows} == {"numpy", "numba", "simt"}
     assert {row.version for row in rows if row.backend == "simt"} == set(raw_dispatch.VERSIONS)
     assert {row.error for row in rows} == {0.0}

@@ -1,7 +1,7 @@
 """The stages as Numba CUDA kernels, without warp operations and without atomics.
 
-Without a GPU the same kernels run on Numba's simulator, where every CUDA thread is a
-Python thread: exact, and slow enough that inputs should be tiny. ``EXECUTOR`` says which.
+Without a GPU the same kernels run on Numba's simulator, as Python: exact, and slow enough that inputs should be
+tiny. ``EXECUTOR`` says which.
 """
 
 from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, EXECUTOR_REASON

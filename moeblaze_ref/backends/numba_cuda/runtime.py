@@ -74,26 +74,15 @@ def _import_cuda(executor: str, reason: str):
 
 EXECUTOR, EXECUTOR_REASON = _choose_executor()
 cuda = _import_cuda(EXECUTOR, EXECUTOR_REASON)
+if EXECUTOR == "simulator":
+    from moeblaze_ref.backends.numba_cuda.simulator import run_threads_one_at_a_time
+
+    run_threads_one_at_a_time()
 
 DTYPES = ("float32",)  # what the floating-point stages compute in
 ARRAYS = Arrays("array", DTYPES)
 THREADS = 128 if EXECUTOR == "cuda" else 8  # of a block; sums over a block are trees, which need a power of two
 ZERO = np.float32(0.0)  # where sums begin: a bare 0.0 would be float64 to Numba, and make the sum so
-
-
-@contextlib.contextmanager
-def _eager_thread_switching():
-    """Let Python change threads every 10 us instead of 5 ms.
-
-    The simulator's scheduler spins while it waits for its threads to reach a barrier, so at
-    the default interval nearly all time is spent waiting for the scheduler's turn to end.
-    """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def blocks_for(elements: int) -> int:
@@ -105,8 +94,6 @@ def launch(kernel, blocks: int | Size, threads: int | Size, *arguments, shared_b
     """Run ``kernel`` on a grid of ``blocks`` blocks of ``threads`` threads, one-dimensional if these are numbers.
 
     A kernel takes its shared memory as ``cuda.shared.array(0, dtype)``, of the size given here.
-    An array of a fixed size would be right on the GPU, but the simulator makes it when the first
-    thread asks, without a lock: now and then two threads get an array each.
 
     On the GPU a kernel takes no None: what an ungated layer lacks arrives as an empty tuple. A
     grid without blocks, which CUDA refuses, is nothing to do.
@@ -114,8 +101,7 @@ def launch(kernel, blocks: int | Size, threads: int | Size, *arguments, shared_b
     if blocks == 0:
         return
     passed = [() if argument is None else argument for argument in arguments]
-    with _eager_thread_switching() if EXECUTOR == "simulator" else contextlib.nullcontext():
-        kernel[blocks, threads, 0, shared_bytes](*passed)
+    kernel[blocks, threads, 0, shared_bytes](*passed)
 
 
 def to_device(array):

@@ -233,7 +233,7 @@ class _Carrier(threading.Thread):
 
 
 def _current() -> Any:
-    """The thread of a block that runs; outside of `watched` the simulator's own."""
+    """The thread of a block that runs; outside of a launch the thread of Python."""
     thread = threading.current_thread()
     return thread.turn if isinstance(thread, _Carrier) else thread
 
@@ -264,8 +264,8 @@ class Work:
         self.threads += sum(thread.writes > 0 for thread in threads)
 
 
-def _run_block(manager: BlockManager, block: tuple[int, ...], *args: Any, order: int, work: Work):
-    """A block, one thread at a time, from stop to stop."""
+def _run_threads(manager: BlockManager, block: tuple[int, ...], args: tuple[Any, ...], order: int) -> list[_Turn]:
+    """Run the threads of a block one at a time, from stop to stop, and return them."""
     kernel = functools.partial(manager._f, *args)
     points = np.ndindex(*manager._block_dim)
     threads = [_Turn(kernel, manager, block, point, manager._debug, often=order == TURNS) for point in points]
@@ -283,6 +283,17 @@ def _run_block(manager: BlockManager, block: tuple[int, ...], *args: Any, order:
         for thread in threads:
             if thread.carrier and not thread.ended:
                 thread.carrier.give_up()
+    return threads
+
+
+def _run_block(manager: BlockManager, block: tuple[int, ...], *args: Any):
+    """Run a block as Numba's own simulator does, but for its scheduler, which polls the threads without a pause."""
+    _run_threads(manager, block, args, NATURAL)
+
+
+def _run_watched_block(manager: BlockManager, block: tuple[int, ...], *args: Any, order: int, work: Work):
+    """Run a block whose threads must meet all barriers, and count what they do."""
+    threads = _run_threads(manager, block, args, order)
     _check_barriers(block, sorted(threads, key=lambda thread: thread.thread_id))
     work.add(threads)
 
@@ -294,6 +305,19 @@ def _check_barriers(block: tuple[int, ...], threads: list[_Turn]):
             f"block {block}: thread {most.thread_id} reaches cuda.syncthreads() {most.barriers} times and thread "
             f"{least.thread_id} {least.barriers} times; every thread of a block must reach every barrier"
         )
+
+
+def run_threads_one_at_a_time():
+    """Let every launch from now on run a block's threads one after another, from barrier to barrier."""
+    _replace({(BlockManager, "run"): _run_block, (kernelapi, "threading"): SimpleNamespace(current_thread=_current)})
+
+
+def _replace(by: dict[tuple[Any, str], Any]) -> dict[tuple[Any, str], Any]:
+    """Give parts of the simulator, by owner and name, other values; return those that they had."""
+    before = {(owner, name): getattr(owner, name) for owner, name in by}
+    for (owner, name), value in by.items():
+        setattr(owner, name, value)
+    return before
 
 
 @contextlib.contextmanager
@@ -308,18 +332,14 @@ def watched(order: int) -> Iterator[Work]:
     """
     work = Work()
     ours = {
-        (BlockManager, "run"): functools.partialmethod(_run_block, order=order, work=work),
-        (kernelapi, "threading"): SimpleNamespace(current_thread=_current),
+        (BlockManager, "run"): functools.partialmethod(_run_watched_block, order=order, work=work),
         (kernelapi.FakeCUDAShared, "array"): _shared_array,
         (kernelapi.FakeCUDALocal, "array"): _local_array,
         (FakeWithinKernelCUDAArray, "__array_ufunc__"): None,
         (FakeWithinKernelCUDAArray, "__getattr__"): _attribute,
     }
-    numbas = {(owner, name): getattr(owner, name) for owner, name in ours}
+    numbas = _replace(ours)
     try:
-        for (owner, name), value in ours.items():
-            setattr(owner, name, value)
         yield work
     finally:
-        for (owner, name), value in numbas.items():
-            setattr(owner, name, value)
+        _replace(numbas)

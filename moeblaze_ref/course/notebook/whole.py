@@ -27,8 +27,10 @@ from moeblaze_ref.plan import configs
 from moeblaze_ref.plan.checkpoints import CHECKPOINTS
 from moeblaze_ref.plan.experts import GroupedExperts, Router
 from moeblaze_ref.plan.flops import forward_flops, part_flops
-from moeblaze_ref.plan.parts import Part, Step
+from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.plots import COLORS, over_time
+from moeblaze_ref.plan.recipes import RECIPES, master_bytes, weight_bytes
+from moeblaze_ref.plan.recipes import state_bytes as optimizer_bytes
 from moeblaze_ref.plan.run import MASTER, STATES, WEIGHTS, Run, Stage
 from moeblaze_ref.plan.shares import ZERO, Parallel
 from moeblaze_ref.plan.timeline import GRADIENTS, PHASES, Instant
@@ -209,29 +211,22 @@ def sequence_lines(name: str) -> Figure:
 
 COLUMNS = {WEIGHTS: 2, GRADIENTS: 2, MASTER: 4, STATES: 8}  # bytes of a parameter in mixed precision
 LABELS = {WEIGHTS: "weights", GRADIENTS: "gradients", MASTER: "float32 copy", STATES: "moments"}
-HALVES = {"everything else": False, "experts": True}  # whether expert parallelism divides it
+HALVES = ("everything else", "experts")  # expert parallelism divides the second
 
 
-def held_by_half(name: str, parallel: Parallel) -> dict[tuple[str, str], int]:
-    """Bytes of a carried model that one GPU holds, by half of the model and by kind, of ``HALVES`` and ``COLUMNS``."""
-    model = configs.find(name)
-    found: dict[tuple[str, str], int] = {}
-    for half, by_expert in HALVES.items():
-        own = _with_parts(model, by_expert)
-        stage = Run(own, Step(1, 1), parallel=parallel).worst
-        held = stage.resident + Counter({GRADIENTS: sum(one.gradients for one in stage.work)})
-        found |= {(half, kind): held[kind] for kind in COLUMNS}
+def held_by_half(name: str, parallel: Parallel) -> Counter[tuple[str, str]]:
+    """Bytes of a carried model that one GPU holds, by half of the model and by kind, of ``HALVES`` and ``LABELS``."""
+    stage = Run(configs.find(name), Step(1, 1), parallel=parallel).worst
+    recipe = RECIPES[stage.run.recipe]
+    found: Counter[tuple[str, str]] = Counter()
+    for weight in stage.weights:
+        half, divided = HALVES[weight.of_experts], partial(parallel.held, weight)
+        found[half, WEIGHTS] += weight_bytes(recipe, divided(from_zero=3))
+        if weight.trained:
+            found[half, GRADIENTS] += weight_bytes(recipe, divided(from_zero=2))
+            found[half, MASTER] += master_bytes(recipe, divided(from_zero=1))
+            found[half, STATES] += optimizer_bytes(recipe, weight, divided(from_zero=1))
     return found
-
-
-def _with_parts(model: configs.Model, by_expert: bool) -> configs.Model:
-    """The parts that expert parallelism divides, or the others."""
-
-    def some(parts: Sequence[Part]) -> tuple[Part, ...]:
-        return tuple(part for part in parts if part.by_expert == by_expert)
-
-    layers = tuple(some(layer) for layer in model.layers)
-    return replace(model, before=some(model.before), layers=layers, after=some(model.after))
 
 
 def gpu_to_scale(name: str, gpus: int, expert: int) -> Figure:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref.backends.numba_cuda import activation, block_sparse, combine, dispatch, expert_down, expert_up, gating
-from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, THREADS, _eager_thread_switching, blocks_for
+from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, THREADS, blocks_for
 from moeblaze_ref.backends.numpy_ref import activation as reference
 from moeblaze_ref.backends.numpy_ref import gating as gating_reference
 from moeblaze_ref.core import stage_contracts
@@ -72,8 +72,7 @@ class NumbaCase:
 
         launch.lay_out(opened)
         passed = [OpenArray(name, memory[name]) if name in memory else value for name, value in arguments.items()]
-        with _eager_thread_switching():
-            run_blocks(self.function, self.blocks, self.threads, [self.blocks - 1], passed, self.shared_bytes)
+        run_blocks(self.function, self.blocks, self.threads, [self.blocks - 1], passed, self.shared_bytes)
         errors = launch.errors({name: reservation.array for name, reservation in memory.items()})
         return SimpleNamespace(worst=max(errors.values()))
 

@@ -3,8 +3,8 @@
 // From float32 they round to nearest, ties to even. NaN becomes 0x7fff, CUDART_NAN_FP16 and CUDART_NAN_BF16 of CUDA.
 #pragma once
 #include <bit>
-#include <cmath>
 #include <cstdint>
+#include "simt_math.h"
 #include "vector_types.h"
 
 // On a GPU a conversion is one instruction, whatever its value. So is it one call where accesses are counted: inlined,

@@ -4,13 +4,13 @@
 // memory is that thread's thread_local storage. Warps have 32 lanes.
 #pragma once
 #include <bit>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <type_traits>
 #include <utility>
 
 #include "simt_abi.h"
+#include "simt_math.h"
 #include "vector_types.h"
 
 #define MOEBLAZE_SIMT 1

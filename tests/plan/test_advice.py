@@ -1,0 +1,56 @@
+"""The changes that would help most: ranked by what a run that has them really frees."""
+
+from dataclasses import replace
+
+import pytest
+
+from moeblaze_ref.plan import configs
+from moeblaze_ref.plan.advice import changes
+from moeblaze_ref.plan.flops import forward_flops
+from moeblaze_ref.plan.parts import Step
+from moeblaze_ref.plan.run import Run
+from moeblaze_ref.plan.shares import Parallel
+
+
+def run(name="qwen3-30b-a3b", **fields):
+    return Run(configs.find(name), Step(2, 4096), **fields)
+
+
+def test_the_best_comes_first_and_each_saves_what_it_says():
+    before = run(parallel=Parallel(data=4))
+    found = changes(before, most=99)
+    assert [one.saved for one in found] == sorted((one.saved for one in found), reverse=True)
+    assert len(changes(before)) == 5 and changes(before) == found[:5]
+    saved = {one.what: one.saved for one in found}
+    made = {
+        "--checkpoint layer": replace(before, checkpoint="layer"),
+        "--zero 1": replace(before, parallel=replace(before.parallel, zero=1)),
+        "--recipe adamw8bit": replace(before, recipe="adamw8bit"),
+        "--offload optimizer": replace(before, offload=("optimizer",)),
+    }
+    for what, other in made.items():
+        assert saved.get(what, 0) == max(0, before.worst.peak.bytes - other.worst.peak.bytes), what
+
+
+def test_what_is_there_already_is_not_advised():
+    found = changes(run(checkpoint="layer", recipe="bf16", offload=("optimizer",)), most=99)
+    names = {one.what for one in found}
+    assert not names & {"--checkpoint layer", "--recipe bf16", "--offload optimizer"}
+
+
+def test_a_checkpoint_costs_the_forward_of_the_layers():
+    before = run("deepseek-v3", parallel=Parallel(data=64, expert=64, pipeline=16, micro_batches=16))
+    (cost,) = (one.cost for one in changes(before, most=99) if one.what == "--checkpoint layer")
+    tera, part = (float(number) for number in cost.replace(",", "").replace("%", "").split() if number[0].isdigit())
+    layers = forward_flops(replace(before.model, before=(), after=()), before.step)
+    assert tera == pytest.approx(layers * 16 / 16 / 10**12, rel=1e-2)
+    assert part == pytest.approx(100 * layers / (3 * forward_flops(before.model, before.step)), abs=0.5)
+
+
+def test_a_token_costs_two_flops_for_each_weight_that_it_meets():
+    model, step = configs.find("mixtral-8x7b"), Step(1, 128)
+    d, h, k, layers, vocabulary = 4096, 14_336, 2, 32, 32_000
+    attention = 2 * d * d + 2 * d * 1024
+    per_token = layers * (attention + d * 8 + k * 3 * d * h) + d * vocabulary
+    pairs = layers * 128 * 128 * 2 * d
+    assert forward_flops(model, step) == 2 * 128 * per_token + pairs

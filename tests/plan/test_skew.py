@@ -1,0 +1,30 @@
+"""How unevenly rows spread over GPUs: by hand, and by counting."""
+
+import numpy as np
+import pytest
+
+from moeblaze_ref.core.traces import RoutingTrace
+from moeblaze_ref.plan import skew
+
+
+def trace(topk, num_experts):
+    return RoutingTrace(np.array(topk, np.int16), num_experts)
+
+
+def test_the_fullest_gpu_of_each_layer_and_batch_is_found():
+    # Four tokens, two layers, k = 2; GPU 0 has experts 0 and 1.
+    topk = [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[0, 2], [2, 3]], [[2, 3], [3, 2]]]
+    found = skew.trace_imbalances(trace(topk, 4), gpus=2, tokens=2)
+    assert found.tolist() == [[2.0, 1.0], [1.5, 2.0]]
+    assert skew.trace_imbalances(trace(topk, 4), gpus=2, tokens=100).tolist() == [[1.25, 1.5]]
+    assert skew.trace_imbalances(trace(topk, 4), gpus=1, tokens=4).tolist() == [[1.0, 1.0]]
+
+
+def test_zipfs_law_is_even_without_an_exponent_and_worse_with_a_larger_one():
+    found = [skew.zipf_imbalance(64, 8, exponent) for exponent in (0, 0.5, 1, 2)]
+    assert found[0] == 1 and found == sorted(found) and found[-1] < 8
+
+
+def test_gpus_that_do_not_divide_the_experts_are_refused():
+    with pytest.raises(ValueError, match="expert is 3, but it must divide the experts, 64"):
+        skew.zipf_imbalance(64, 3, 1.0)
