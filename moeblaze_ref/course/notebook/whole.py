@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,7 +126,8 @@ SHARES = {"experts": VERMILLION, "attention": ORANGE, "logits and loss": GREEN, 
 
 def planned(name: str, sequence: int, attention: str = "flash", checkpoint: str = "none") -> Stage:
     """One GPU with all of a carried model and one sequence, in mixed precision."""
-    return Run(configs.find(name), Step(1, sequence, attention=attention), checkpoint=checkpoint).worst
+    (stage,) = Run(configs.find(name), Step(1, sequence, attention=attention), checkpoint=checkpoint).stages
+    return stage
 
 
 def kept_groups(stage: Stage) -> dict[str, int]:
@@ -146,7 +146,8 @@ def share_of_experts(stage: Stage) -> float:
 def policies_of(name: str, sequence: int) -> tuple[Stage, Stage]:
     """One GPU with all of a carried model: its experts in plain torch, and under `minimal`."""
     plain = planned(name, sequence)
-    return plain, replace(plain.run, model=configs.with_experts(plain.run.model, "moeblaze/minimal")).worst
+    (ours,) = _under_policy(plain.run.model, plain.run.step, "moeblaze/minimal").stages
+    return plain, ours
 
 
 def state_bytes(stage: Stage) -> int:
