@@ -151,7 +151,7 @@ def policies_of(name: str, sequence: int) -> tuple[Stage, Stage]:
 
 
 def state_bytes(stage: Stage) -> int:
-    """Bytes of weights, gradients, float32 copy and moments."""
+    """Bytes of weights, gradients, float32 weights and optimizer states."""
     return sum(stage.resident[kind] for kind in (WEIGHTS, MASTER, STATES)) + sum(one.gradients for one in stage.work)
 
 
@@ -211,12 +211,11 @@ def sequence_lines(name: str) -> Figure:
 # What one of several GPUs holds --------------------------------------------------------------------------------------
 
 COLUMNS = {WEIGHTS: 2, GRADIENTS: 2, MASTER: 4, STATES: 8}  # bytes of a parameter in mixed precision
-LABELS = {WEIGHTS: "weights", GRADIENTS: "gradients", MASTER: "float32 copy", STATES: "moments"}
 HALVES = ("everything else", "experts")  # expert parallelism divides the second
 
 
 def held_by_half(name: str, parallel: Parallel) -> Counter[tuple[str, str]]:
-    """Bytes of a carried model that one GPU holds, by half of the model and by kind, of ``HALVES`` and ``LABELS``."""
+    """Bytes of a carried model that one GPU holds, by half of the model and by kind, of ``HALVES`` and ``COLUMNS``."""
     stage = Run(configs.find(name), Step(1, 1), parallel=parallel).worst
     recipe = RECIPES[stage.run.recipe]
     found: Counter[tuple[str, str]] = Counter()
@@ -242,7 +241,7 @@ def gpu_to_scale(name: str, gpus: int, expert: int) -> Figure:
         _draw_states(axes, whole, held)
         heading(axes, f"ZeRO {zero}: {sum(held.values()) / GB:,.1f} GB")
     shown[0].set_ylabel("parameters, 1e9; experts above the line")
-    marks = [Patch(label=label, **filled(COLORS[kind])) for kind, label in LABELS.items()]
+    marks = [Patch(label=kind, **filled(COLORS[kind])) for kind in COLUMNS]
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False)
     title = f"{name} on {gpus} GPUs, of which {expert} divide the experts. One GPU's part of "
     figure.suptitle(f"{title}{sum(whole.values()) / GB:,.1f} GB, filled", x=0.01, ha="left", fontsize="medium")
