@@ -3,15 +3,29 @@
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moeblaze_ref.core.drawing import heading, panels
-from moeblaze_ref.core.units import GB
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, drawn, filled
+from moeblaze_ref.core.units import GB, MB
+from moeblaze_ref.memory.plots import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    HATCHES,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    drawn,
+    filled,
+)
 from moeblaze_ref.plan.report import CAPACITIES
 from moeblaze_ref.plan.run import Run
 from moeblaze_ref.plan.sweeps import Line
-from moeblaze_ref.plan.timeline import PHASES
+from moeblaze_ref.plan.timeline import PHASES, Instant
 
 COLORS = {
     "weights": BLACK,
@@ -20,20 +34,21 @@ COLORS = {
     "gradients": SKY,
     "attention": ORANGE,
     "experts": VERMILLION,
+    "activations": VERMILLION,  # of a recorded step, whose parts are not known
     "checkpoints": YELLOW,
     "logits and loss": GREEN,
     "passing tensors": PURPLE,
 }
-PALE = "#DDDDDD"
+PALE = "#C4C4C4"
 REST = "the rest"
 LINES = (BLACK, VERMILLION, BLUE, GREEN, ORANGE)
 
 
-def _by_color(held: dict[str, int]) -> dict[str, float]:
-    """GB by the names of ``COLORS``, everything else under ``REST``."""
+def _by_color(held: dict[str, int], unit: int) -> dict[str, float]:
+    """Bytes in a unit by the names of ``COLORS``, everything else under ``REST``."""
     found = dict.fromkeys((*COLORS, REST), 0.0)
     for kind, number in held.items():
-        found[kind if kind in COLORS else REST] += number / GB
+        found[kind if kind in COLORS else REST] += number / unit
     return found
 
 
@@ -48,40 +63,63 @@ def over_time(run: Run) -> Figure:
     -------
     Figure
     """
-    stage = run.worst
-    moments = stage.timeline
+    return moments_picture(run.worst.timeline, f"{run.model.name}: memory of the fullest GPU over one step")
+
+
+def moments_picture(moments: Sequence[Instant], title: str, unit: str = "GB") -> Figure:
+    """What is held at each moment of a step, stacked, with the peak marked.
+
+    Parameters
+    ----------
+    moments : sequence of Instant
+        With all ``PHASES``.
+    title : str
+    unit : str
+        "GB" or "MB".
+
+    Returns
+    -------
+    Figure
+    """
+    size = {"GB": GB, "MB": MB}[unit]
     figure, axes = panels(9, 4.5)
-    rows = np.array([list(_by_color(moment.held).values()) for moment in moments]).T
-    used = [i for i, row in enumerate(rows) if row.max() > 0]
-    names = (*COLORS, REST)
-    colors = [*COLORS.values(), PALE]
+    rows = np.array([list(_by_color(moment.held, size).values()) for moment in moments]).T
+    looks = {**COLORS, REST: PALE}
+    used = [(name, row) for name, row in zip(looks, rows, strict=True) if row.max() > 0]
     axes.stackplot(
         range(len(moments)),
-        rows[used],
-        labels=[names[i] for i in used],
-        colors=[colors[i] for i in used],
+        [row for _, row in used],
+        labels=[name for name, _ in used],
+        colors=[looks[name] for name, _ in used],
+        hatch=[HATCHES.get(looks[name]) for name, _ in used],
+        edgecolor="white",
         step="mid",
         linewidth=0,
     )
-    peak = moments.index(stage.peak)
-    height = stage.peak.bytes / GB
+    _mark_peak(axes, moments, size, unit)
+    starts = [next(i for i, moment in enumerate(moments) if moment.phase == phase) for phase in PHASES]
+    for start in starts[1:]:
+        axes.axvline(start - 0.5, color=GREY, linewidth=0.8)
+    axes.set_xticks(starts, PHASES, ha="left")
+    axes.set_ylabel(unit)
+    axes.legend(loc="lower left", bbox_to_anchor=(1.01, 0), frameon=False)
+    heading(axes, title)
+    return figure
+
+
+def _mark_peak(axes: Axes, moments: Sequence[Instant], size: int, unit: str) -> None:
+    """Mark the moment when most is held, and name it."""
+    most = max(moments, key=lambda moment: moment.bytes)
+    peak, height = moments.index(most), most.bytes / size
     axes.plot(peak, height, "v", color=BLACK)
     axes.annotate(
-        f"{height:,.1f} GB: {stage.peak.phase}, {stage.peak.where}",
+        f"{height:,.1f} {unit}: {most.phase}, {most.where}",
         (peak, height),
         xytext=(0, 8),
         textcoords="offset points",
         ha="right" if peak > len(moments) / 2 else "left",
     )
-    starts = [next(i for i, moment in enumerate(moments) if moment.phase == phase) for phase in PHASES]
-    for start in starts[1:]:
-        axes.axvline(start - 0.5, color=GREY, linewidth=0.8)
-    axes.set_xticks(starts, PHASES, ha="left")
     axes.set_ylim(0, height * 1.15)
-    axes.set_ylabel("GB")
-    axes.legend(loc="lower left", bbox_to_anchor=(1.01, 0), frameon=False)
-    heading(axes, f"{run.model.name}: memory of the fullest GPU over one step")
-    return figure
 
 
 def by_kind(run: Run) -> Figure:

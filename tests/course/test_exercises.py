@@ -116,7 +116,7 @@ def test_there_are_enough_of_each_kind():
         kinds["numba"] >= 15
         and kinds["cuda"] >= 15
         and kinds["bug"] >= 6
-        and kinds["torch"] == 6
+        and kinds["torch"] == 7
         and kinds.keys() == KINDS.keys()
     )
     assert len(EXERCISES) >= 60
@@ -271,6 +271,9 @@ def test_what_is_no_prediction_is_no_failure(name, said, message):
         ("exactly-one", [[1, 0, 0], [0, 0, 0]], "cluster 1 has no expert"),
         ("exactly-one", [[1, 1, 0], [1, 0, 0]], "the objective is 4, but it must be below 3, the best with"),
         ("exactly-one", [[2, 0, 0], [0, 1, 1]], "x must hold 0 and 1 only"),
+        ("fit-it", [8, 3], "ZeRO 3 gathers all weights"),
+        ("fit-it", [1, 2], r"the peak is 119\.3 GB, in the backward, but it must be at most 80"),
+        ("fit-it", [8, 0], r"the peak is 84\.2 GB, in the optimizer, but it must be at most 80"),
     ],
 )
 def test_an_example_that_does_not_do_what_is_asked_counts_as_a_failure(name, said, message):
@@ -299,6 +302,9 @@ def test_an_example_that_does_not_do_what_is_asked_counts_as_a_failure(name, sai
         ("lost-expert", [[]], "topk_experts is empty"),
         ("lost-expert", [[0, 2**70], [1, 2]], "topk_experts must be a list of whole numbers with 2 dimension"),
         ("missing-pair", [], "token_expert_indices is empty"),
+        ("fit-it", [4], r"division has shape \(1,\), but it must be \(2,\)"),
+        ("fit-it", [3, 1], "expert is 3, but it must divide"),
+        ("fit-it", [4, 4], "zero is 4, but it must be"),
         ("missing-pair", ..., "token_expert_indices is still ...: put your construction in its place"),
     ],
 )
@@ -315,6 +321,7 @@ def test_an_answer_of_the_wrong_form_is_no_failure(name, said, message):
         ("lost-expert", [[3, 2], [0, 1], [0, 2]]),
         ("exactly-one", [[0, 0, 1], [0, 0, 1]]),
         ("exactly-one", [[0, 1, 0], [0, 0, 1]]),
+        ("fit-it", [8, 1]),
     ],
 )
 def test_other_examples_are_right_too(name, said):

@@ -318,7 +318,7 @@ def test_every_link_and_path_exists(path):
     for named in re.findall(r"\b(?:moeblaze_ref|kernels_cuda|notebooks|docs|tests)/[\w./-]*\w", text):
         assert (ROOT / named).exists(), named
     for command in re.findall(r"`moeblaze (\w+)", text):
-        assert command in ("doctor", "check", "memory", "demo", "bench", "train", "evidence", "trace", "place")
+        assert command in ("doctor", "check", "memory", "demo", "bench", "train", "evidence", "trace", "place", "plan")
 
 
 SHEETS = sorted([*(FOLDER / "exercises").glob("*.ipynb"), *(FOLDER / "solutions").glob("*.ipynb")])

@@ -63,12 +63,18 @@ CHECKPOINT_BY_AUTOGRAD = """\
         ("new-activation", [("2 * positive", "2 * a")], r"d_x\[\d, \d\] is .*, but must be"),
         ("smart-checkpoint", [("expert_token_indices, offsets, token_index_map, a,", "expert_token_indices, offsets, "
           "expert_token_indices, a,")], r"uneven experts: d_x\[0, 0\] is .*, but must be"),
+        ("loss-without-logits", [("probabilities[torch.arange(len(x)), labels] -= 1", "pass")],
+         r"a few rows: d_x\[0, 0\] is .*, but must be"),
+        ("loss-without-logits", [("torch.logsumexp(logits, dim=1)", "torch.exp(logits).sum(dim=1).log()")],
+         r"large logits: out\[\d\] is inf, but must be"),
         # More saved than allowed.
         ("expert-by-hand", [("save_for_backward(x, w1, w2, w3, a, b)", "save_for_backward(x, w1, w2, w3, a, b, y_swi)"),
                             (SAVED, SAVED.replace("a, b", "a, b, _"))],
          "five rows: saves 1,120 bytes, but 800 are allowed: 320 too many"),
         ("smart-checkpoint", [("token_index_map, a, b, y_swi\n", "token_index_map, a, b, y_swi, y\n"),
                               ("a, b, y_swi = hidden", "a, b, y_swi, _ = hidden")], r"saves .*: 728 too many"),
+        ("loss-without-logits", [("labels, log_sum_exp)\n", "labels, log_sum_exp, log_sum_exp.clone())\n"),
+                                 ("log_sum_exp = ctx", "log_sum_exp, _ = ctx")], r"a few rows: saves .*: 20 too many"),
         # Bytes that are not counted, kept elsewhere than among the saved tensors.
         ("expert-by-hand", [("(x, w1, w2, w3, a, b)", "(x, w1, w2, w3)\n        ctx.a, ctx.b = a, b"),
                             (SAVED, "(x, w1, w2, w3), a, b = ctx.saved_tensors, ctx.a, ctx.b\n")],
@@ -83,6 +89,9 @@ CHECKPOINT_BY_AUTOGRAD = """\
         ("expert-by-hand", [(SAVED, SAVED + BY_AUTOGRAD)], "RuntimeError: .* does not require grad"),
         ("expert-by-hand", [(SAVED, SAVED + BY_AUTOGRAD.replace("enable_grad", "inference_mode"))],
          "line 18: names inference_mode, but the answer must do without it"),
+        ("loss-without-logits", [("import torch\n", "import torch\nkept = []\n"),
+                                 ("logits = x @ head.T  # (L, V)", "logits = x @ head.T; kept.append(logits)"),
+                                 ("torch.exp(x @ head.T", "torch.exp(kept.pop()")], "IndexError: pop from empty list"),
         ("new-activation", [("torch.relu(a).square() * b", "torch.ops.aten.relu(a).square() * b")], "names ops, but"),
         # The project's own functions, and ways around the text.
         ("saved-bytes", [("from torch.", "from moeblaze_ref.memory.measure import kept_bytes\nfrom torch.")],

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moeblaze_ref.backends.numpy_ref import dispatch
 from moeblaze_ref.core.config import MoEConfig
@@ -209,3 +210,34 @@ def _checkpoint_cases() -> Iterator[Case]:
 
 
 CHECKPOINT = Function("Experts", _checkpoint_cases, by_hand=False)
+
+
+# ---- a loss that does not keep its logits ------------------------------------------------------------
+
+
+def _cross_entropy(x: Tensor, head: Tensor, labels: np.ndarray) -> Tensor:
+    return functional.cross_entropy(x @ head.T, torch.from_numpy(labels), reduction="none")
+
+
+_LOSSES = {  # rows, d, vocabulary, and how large the logits are
+    "a few rows": (5, 8, 50, 1.0),
+    "one row": (1, 8, 40, 1.0),
+    "sizes that nothing divides": (33, 13, 71, 1.0),
+    "large logits": (7, 8, 50, 100.0),
+}
+
+
+def _loss_cases() -> Iterator[Case]:
+    for name, (rows, d, vocabulary, size) in _LOSSES.items():
+        rng = np.random.default_rng(rows)
+        inputs = {
+            "x": _random(rng, rows, d),
+            "head": _random(rng, vocabulary, d, scale=size * d**-0.5),
+            "labels": rng.integers(vocabulary, size=rows),
+        }
+        d_out = _random(rng, rows)
+        allowed = sum(array.nbytes for array in inputs.values()) + d_out.nbytes  # a float32 a row
+        yield Case(name, inputs, d_out, allowed, partial(_differentiated, _cross_entropy, inputs, d_out))
+
+
+LOSS = Function("Loss", _loss_cases, by_hand=True, refused=("inference_mode", "ops", "func"))

@@ -16,6 +16,7 @@ from moeblaze_ref.course.exercises.sheets import (
     routing,
     torch_projects,
     training,
+    whole,
 )
 
 SHEETS = (
@@ -30,6 +31,7 @@ SHEETS = (
     Sheet("08_train_a_moe_lm", "Train a Mixture-of-Experts language model", training.EXERCISES),
     Sheet("09_expert_placement", "Which GPU holds which expert", placement.EXERCISES),
     Sheet("10_expert_parallel", "Experts on several GPUs", parallel.EXERCISES),
+    Sheet("11_whole_wall", "The whole wall", whole.EXERCISES),
     Sheet(
         "papers_errors",
         "Find the papers' errors",

@@ -6,6 +6,7 @@ from moeblaze_ref.backends.numpy_ref import dispatch
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, Construction, Exercise, Prediction
+from moeblaze_ref.course.exercises.forms import whole_numbers
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.papers.moeblaze import literal_lengths
 from moeblaze_ref.placement import bounds, exact, links
@@ -18,22 +19,6 @@ FLOW = [[5, 3, 0], [3, 0, 0], [1, 1, 4]]
 LOAD = [9, 4, 2]
 
 
-def _whole_numbers(name, said, shape):
-    """An answer as an int array of a shape, in which None stands for any size but none."""
-    try:
-        found = np.array(said)
-    except ValueError:  # NumPy's message is of arrays
-        raise ValueError(f"{name} has rows of different lengths, but they must have one length") from None
-    if found.size == 0:
-        raise ValueError(f"{name} is empty, but it must hold at least one whole number")
-    if found.dtype.kind not in "iu" or found.ndim != len(shape):
-        raise TypeError(f"{name} must be a list of whole numbers with {len(shape)} dimension(s)")
-    if any(wanted not in (None, size) for wanted, size in zip(shape, found.shape, strict=True)):
-        wanted = tuple("any" if size is None else size for size in shape)
-        raise ValueError(f"{name} has shape {found.shape}, but it must be {str(wanted).replace(repr('any'), 'any')}")
-    return found
-
-
 # MoEBlaze, the example of figure 2 -----------------------------------------------------------------------------------
 
 
@@ -43,7 +28,7 @@ def _announced(expert_token_indices, k, announced):
 
 def _missing_pair(tokens, printed, token_expert_indices):
     right = dispatch.build(np.array(tokens, np.int32), GOLDEN_NUM_EXPERTS).token_expert_indices
-    found = _whole_numbers("token_expert_indices", token_expert_indices, (None,))
+    found = whole_numbers("token_expert_indices", token_expert_indices, (None,))
     if found.size != right.size:
         return f"token_expert_indices has {found.size} entries, but five tokens with two experts each have {right.size}"
     wrong = np.flatnonzero(found != right)
@@ -60,7 +45,7 @@ def _uncounted(tokens):
 
 
 def _lost_expert(E, k, topk_experts):
-    ids = _whole_numbers("topk_experts", topk_experts, (None, k))
+    ids = whole_numbers("topk_experts", topk_experts, (None, k))
     checks.check_index("topk_experts", ids, E, "experts")  # before int32 cuts an id
     if len(ids) < 2:
         return "topk_experts has one token, but the routing must have at least two"
@@ -113,7 +98,7 @@ def _sum_and_slowest(flow, gpus):
 
 
 def _printed_maximum(flow, in_order, gpus):
-    found = _whole_numbers("gpus", gpus, (len(flow),))
+    found = whole_numbers("gpus", gpus, (len(flow),))
     if sorted(found.tolist()) != list(range(len(flow))):
         return f"gpus is {found.tolist()}, but each of the GPUs 0, 1 and 2 must get exactly one cluster"
     (total, slowest), (known_total, known_slowest) = _sum_and_slowest(flow, found), _sum_and_slowest(flow, in_order)
@@ -125,7 +110,7 @@ def _printed_maximum(flow, in_order, gpus):
 
 
 def _exactly_one(load, clusters, x):
-    found = _whole_numbers("x", x, (clusters, len(load)))
+    found = whole_numbers("x", x, (clusters, len(load)))
     if not np.isin(found, (0, 1)).all():
         return "x must hold 0 and 1 only: the program is binary"
     if not found.any(axis=1).all():

@@ -1,18 +1,22 @@
-"""Questions of notebooks 07 to 10: other systems, training, and experts on several GPUs."""
+"""Questions of notebooks 07 to 11: other systems, training, experts on several GPUs, and the whole step."""
 
 import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import gating
 from moeblaze_ref.core.traces import RoutingTrace
+from moeblaze_ref.core.units import GB
 from moeblaze_ref.course.teaching.quiz import Choice, Number, Question
 from moeblaze_ref.memory.rows import megablocks_rows
 from moeblaze_ref.placement import trace
+from moeblaze_ref.plan import recipes
+from moeblaze_ref.plan.parts import Weight
 
-BLOCKS, TRAINING, PLACEMENT, PARALLEL = (
+BLOCKS, TRAINING, PLACEMENT, PARALLEL, WHOLE = (
     "07_megablocks",
     "08_train_a_moe_lm",
     "09_expert_placement",
     "10_expert_parallel",
+    "11_whole_wall",
 )
 
 
@@ -35,6 +39,12 @@ def _ranks():
     from moeblaze_ref.course.notebook.parallel import copies_by_chance  # which takes torch along
 
     return copies_by_chance(E=8, k=2, num_ranks=2)
+
+
+def _with_zero():
+    recipe, weight = recipes.RECIPES["bf16-master"], Weight("w1", (8 * 10**9,))
+    optimizer = recipes.master_bytes(recipe, weight.count // 4) + recipes.state_bytes(recipe, weight, weight.count // 4)
+    return (2 * recipes.weight_bytes(recipe, weight.count) + optimizer) // GB
 
 
 QUESTIONS: tuple[Question, ...] = (
@@ -185,5 +195,33 @@ QUESTIONS: tuple[Question, ...] = (
             "The experts' weights.": "Weights stay; only rows, ids and gates travel.",
         },
         why="Ids and gates cost a few bytes for each choice, a row costs `d` elements.",
+    ),
+    Number(
+        name="one-of-four",
+        notebook=WHOLE,
+        heading="What one of several GPUs holds",
+        ask="A model of 8e9 parameters trains in mixed precision with AdamW on 4 data-parallel GPUs with ZeRO 1. How "
+        "many GB (1e9) of weights, gradients and optimizer does one GPU hold?",
+        unit="GB",
+        compute=_with_zero,
+        computed_by="moeblaze_ref.plan.recipes.state_bytes",
+        why="Weights and gradients take 4 bytes a parameter, and a quarter of the optimizer's 12 bytes is 3.",
+        slips={
+            128: "That is a GPU without ZeRO.",
+            32: "That divides weights and gradients, too, as ZeRO 3 does.",
+        },
+    ),
+    Choice(
+        name="square-of-the-sequence",
+        notebook=WHOLE,
+        heading="Long sequences and large vocabularies",
+        ask="Attention runs without a flash kernel. Which kept tensor grows with the square of the sequence?",
+        right="The probabilities, one for each head and pair of tokens.",
+        wrong={
+            "The logits, one for each token and word of the vocabulary.": "They grow with the tokens alone.",
+            "The keys and values.": "They have one row for each token.",
+            "The log-sum-exp, one for each row and head.": "That is what a flash kernel keeps in their place.",
+        },
+        why="A flash kernel computes the probabilities again in its backward, block by block.",
     ),
 )
