@@ -1,4 +1,4 @@
-"""Compare plans with a GPU: ``python -m moeblaze_ref.plan.measure --out plan_GPU.json``.
+"""Compare plans with a GPU: ``python -m moeblaze_ref.plan.measure --record plan_GPU.json``.
 
 Each case is a model cut to a few layers of full width. Its kept storages are compared with the plan's, and its peaks
 with those of torch's allocator, in a process of its own.
@@ -11,7 +11,6 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +53,8 @@ CASES = (
     *(Case("qwen3-30b-a3b", experts=f"moeblaze/{policy}") for policy in ("conventional", "paper", "minimal", "inputs")),
 )
 SEQUENCES = (1024, 4096, 8192)
+COMMAND = "plan.measure"
+PARTS = (source_hashes.PLAN, source_hashes.LAYERS)
 
 
 def fields_of(case: Case) -> dict[str, Any]:
@@ -144,27 +145,30 @@ def _most() -> int:
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure all cases and write a record."""
-    parser = argparse.ArgumentParser(prog="python -m moeblaze_ref.plan.measure", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="The record to write.")
-    parser.add_argument("--force", action="store_true", help="Replace a file that this command did not write.")
-    options = parser.parse_args(arguments)
-    rows = []
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description="Measure models on a GPU, and write what they need beside their plans."
+    )
+    parser.add_argument("--record", required=True, help="write the record here")
+    parser.add_argument("--force", action="store_true", help="replace a file there that is no record")
+    given = parser.parse_args()
+    try:
+        record = records.file_named(given.record)
+        provenance.check_place(record, COMMAND, given.force)
+        provenance.record(record, COMMAND, {"rows": measure_all()}, given.force, PARTS)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def measure_all() -> list[dict[str, Any]]:
+    """Measure each case in a process of its own, and print its rows."""
+    rows: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for case in CASES:
             rows += pool.apply(measure, (case,))
             print(*map(json.dumps, rows[-len(SEQUENCES) :]), sep="\n", flush=True)
-    record = provenance.environment((source_hashes.PLAN, source_hashes.LAYERS)) | {"command": "plan", "rows": rows}
-    records.write(options.out, record, _load, options.force)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    """A record that this command wrote; ValueError if it is none."""
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict) or found.get("command") != "plan":
-        raise ValueError(f"{path} is no record of python -m moeblaze_ref.plan.measure")
-    return found
+    return rows
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from moeblaze_ref.papers.item import Item
 from moeblaze_ref.parallel import findings
 from moeblaze_ref.placement import maps, synthetic
 from moeblaze_ref.placement.synthetic import synthetic_trace
+from moeblaze_ref.plan import measure as plan_measure
 from moeblaze_ref.verify import sanitize
 
 NULL, FULL = 3, 7  # minor numbers of Linux' /dev/null and /dev/full
@@ -241,6 +242,14 @@ def of_a_page(module, measured: dict) -> Callable:
     ]
 
 
+def of_a_plan(done):
+    return [patch("moeblaze_ref.plan.advice.changes", does(done, []))]
+
+
+def of_measured_plans(done):
+    return [patch.object(plan_measure, "measure_all", does(done, []))]
+
+
 def of_memory(done):
     return [patch("moeblaze_ref.memory.measured.measure_here", does(done, []))]
 
@@ -311,6 +320,12 @@ COMMANDS = {
     "memory": Command(
         ("memory", "--preset", "conf1", "--measure", "--plots"), figures._check_picture, of_memory,
         "memory_against_tokens.png",
+    ),
+    "plan --plots": Command(
+        ("plan", "olmoe-1b-7b", "--plots"), figures._check_picture, of_a_plan, "plan_timeline.png"
+    ),
+    "plan.measure": Command(
+        ("measure", "--record"), provenance.load, of_measured_plans, run=run_main(plan_measure.main)
     ),
     "paper --plots": Command(("paper", "moeblaze-fig3", "--plots"), figures._check_picture, file="moeblaze-fig3.png"),
     "demo": Command(("demo", "--out"), figures._check_picture, of_demo, "loss.png"),
@@ -645,6 +660,7 @@ NAMES_OF_RECORDS = {
     "ep": "parallel.bench",
     "gradients": "check --gradients",
     "place": "place",
+    "plan": "plan.measure",
     "sanitize": "sanitize",
 }
 
