@@ -1,6 +1,7 @@
 """Stages of a pipeline: each keeps what its layers keep in torch, and together they have all that the model has."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -155,3 +156,14 @@ def test_micro_batches_in_flight_and_the_bubble_are_those_of_1f1b(stages, micro_
         in_flight = accumulate(1 if name == "forward_one_chunk" else -1 for name, _ in order)
         assert max(in_flight) == parallel.in_flight(stage)
     assert 1 - micro_batches * sum(TIME.values()) / time_of(orders) == pytest.approx(parallel.bubble)
+
+
+def test_what_the_stages_of_deepseek_v3_keep_is_what_the_whole_model_keeps():
+    """On 2,048 GPUs; angles of positions are on each stage."""
+    model, step = configs.find("deepseek-v3"), Step(1, 4096)
+    parallel = Parallel(data=128, expert=64, pipeline=16, zero=1, micro_batches=64)
+    stages = Run(model, step, parallel=parallel).stages
+    (whole,) = Run(model, step, parallel=replace(parallel, pipeline=1)).stages
+    together = sum((stage.kept for stage in stages), Counter())
+    assert len(stages) == 16 and together.pop("positions") == 16 * whole.kept["positions"]
+    assert together == whole.kept - Counter({"positions": whole.kept["positions"]})
