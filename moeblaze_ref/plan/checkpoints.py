@@ -132,9 +132,5 @@ def checkpointed_model(model: Model, how: str) -> Model:
             "refuses to keep what changes: it must be 'none' or 'layer'"
         )
     masks = 2 if any(isinstance(part, SinkAttention) for part in parts) else 0
-    layers = tuple(_checkpointed(layer, model.d, how) for layer in model.layers)
+    layers = tuple((Checkpointed(layer, model.d, selective=how == "selective"),) for layer in model.layers)
     return replace(model, before=(*model.before, LayerArguments(masks)), layers=layers)
-
-
-def _checkpointed(layer: tuple[Part, ...], d: int, how: str) -> tuple[Part, ...]:
-    return (Checkpointed(layer, d, selective=how == "selective"),)

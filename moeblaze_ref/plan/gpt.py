@@ -1,7 +1,7 @@
 """GPT-2-like models as MegaBlocks trains them (arXiv 2211.15841, section 6): dense, or with experts in each layer.
 
-Attention is computed step by step, with dropout, as before flash attention. A layer keeps 34 L d + 5 n S L bytes in 16
-bits, as arXiv 2205.05198 counts them (section 4.1): d model width, n heads, L tokens, S of them in a sequence.
+Attention is computed step by step, with dropout, as before flash attention. A dense layer then keeps 34 L d + 5 n S L
+bytes in 16 bits: d model width, n heads, L tokens, S of them in a sequence.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ MOST_TOKENS = 10**9  # of a sequence, and sequences
 DTYPES = ("bfloat16", "float32")  # of activations and weights: those that are compared with torch
 KERNELS = {
     "flash": "flash attention, on a GPU, or memory-efficient where flash does not serve",
-    "cudnn": "cuDNN's, on a GPU: torch's own choice on an H100",
+    "cudnn": "cuDNN's, on a GPU",
     "efficient": "memory-efficient, on a GPU; not for fewer heads of keys than of queries",
     "math": "one operation after another, on a GPU: keeps all probabilities, in float32",
     "cpu-flash": "torch's choice on a CPU: flash attention, or math where values are narrower than keys",

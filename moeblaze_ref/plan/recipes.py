@@ -49,7 +49,7 @@ def state_bytes(recipe: Recipe, weight: Weight, count: int) -> int:
     """Bytes of the optimizer's states for ``count`` numbers of a weight; its counters of steps are not counted.
 
     AdamW has two moments. In 8 bits each number of a moment is a byte, and 256 numbers share a float32 scale; a weight
-    of fewer than 4,096 numbers has float32 moments (bitsandbytes 0.49). Muon has one momentum for a matrix, and AdamW
+    of fewer than 4,096 numbers has float32 moments (bitsandbytes 0.50). Muon has one momentum for a matrix, and AdamW
     serves the rest (torch.optim.Muon, which takes each expert's matrix by itself).
     """
     if recipe.optimizer == "AdamW of 8 bits":

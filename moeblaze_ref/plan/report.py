@@ -34,7 +34,7 @@ def as_json(
     -------
     dict
         {model, parameters, beside, gpus, step, recipe, ..., notes, stages: [{stage, layers, in_flight, resident, kept,
-        host_bytes, peak: {phase, where, bytes, by_kind}}], worst, with_overhead_bytes, changes: [{change, saved_bytes,
+        host_bytes, peak: {phase, where, bytes, by_kind}, known_by}], worst, with_overhead_bytes, changes: [{change, saved_bytes,
         cost}]}. Bytes are ints.
     """
     parallel, step = run.parallel, run.step

@@ -1,7 +1,7 @@
 """What one GPU of many holds of a model, and of a step.
 
 Data-parallel groups hold copies of a model. Tensor parallelism divides heads, widths and the vocabulary; where it
-divides nothing, it divides the tokens of a sequence (sequence parallelism, arXiv 2205.05198). Experts are divided among
+divides nothing, it divides the tokens of a sequence (sequence parallelism). Experts are divided among
 GPUs of the data-parallel and tensor-parallel groups. A pipeline divides the layers.
 """
 

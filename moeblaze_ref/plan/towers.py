@@ -24,7 +24,7 @@ def vision_parameters(vision: Fields, d: int) -> int:
 
 
 def next_token_parameters(layer: tuple[Part, ...], d: int, modules: int) -> int:
-    """Parameters of modules that predict further tokens (multi-token prediction, DeepSeek-V3, section 2.2).
+    """Parameters of modules that predict further tokens (multi-token prediction, DeepSeek-V3).
 
     Each has a layer, a product of two joined vectors, two norms before it and one after the layer. The embedding and
     the head are the model's.
