@@ -34,8 +34,8 @@ def as_json(
     -------
     dict
         {model, parameters, beside, gpus, step, recipe, ..., notes, stages: [{stage, layers, in_flight, resident, kept,
-        host_bytes, peak: {phase, where, bytes, by_kind}, known_by}], worst, with_overhead_bytes, changes: [{change, saved_bytes,
-        cost}]}. Bytes are ints.
+        host_bytes, peak: {phase, where, bytes, by_kind}, known_by}], worst, with_overhead_bytes,
+        changes: [{change, saved_bytes, cost}]}. Bytes are ints.
     """
     parallel, step = run.parallel, run.step
     return {
