@@ -193,11 +193,11 @@ def test_the_environments_are_said_where_conda_is():
 STAMP = ".venv/torch-index-url"
 
 
-def make(*arguments, cwd=ROOT):
+def make(*arguments, cwd=ROOT, **environment):
     """Runs make as typed, whatever was passed to the make that may have started these tests."""
     ours = ("MAKE", "MFLAGS", "PYTHON", "TORCH_INDEX_URL", "CXX", "BROWSERS")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return processes.run(["make", *arguments], cwd=cwd, env=clean)
+    return processes.run(["make", *arguments], cwd=cwd, env=clean | environment)
 
 
 def age(path, seconds):
@@ -289,8 +289,8 @@ def test_python_keeps_what_it_compiles_whatever_the_environment_says(set_up):
     (set_up / "scripts" / "system_packages.sh").write_text(
         '#!/bin/sh\necho "${PYTHONDONTWRITEBYTECODE-kept}"\nexit 1\n'
     )
-    result = processes.run(["make", "setup"], cwd=set_up, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
-    assert result.returncode != 0 and result.stdout.splitlines()[-1] == "kept"
+    result = make("setup", cwd=set_up, PYTHONDONTWRITEBYTECODE="1")
+    assert result.returncode != 0 and result.stdout == "kept\n"
 
 
 @pytest.mark.parametrize("target", ["demo", "check"])
