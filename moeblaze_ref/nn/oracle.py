@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeblaze_ref.core.config import ACTIVATIONS
+from moeblaze_ref.core.routers import Router
+from moeblaze_ref.nn import routers
 from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.nn.routers import Routing as Routing
+from moeblaze_ref.nn.routers import choose
+from moeblaze_ref.nn.routers import top_k as top_k
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -28,35 +33,14 @@ ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
 assert ACTIVATION.keys() == set(ACTIVATIONS)
 
 
-class Routing(NamedTuple):
-    """What the router decided for every token."""
-
-    logits: Tensor  # (L, E)
-    probs: Tensor  # (L, E) softmax of the logits
-    topk_experts: Tensor  # (L, k) int64, best first, ties to the lower expert id
-    gates: Tensor  # (L, k) probabilities of the chosen experts
-
-
-def top_k(logits: Tensor, k: int) -> Tensor:
-    """Ids of the k largest logits of each row, ties to the lower id (torch.topk does not promise it)."""
-    order = torch.sort(logits.detach(), dim=-1, descending=True, stable=True).indices  # (L, E)
-    return order[:, :k].clone()  # a view, even a contiguous one, would keep all of `order` alive
-
-
 def decide(logits: Tensor, k: int, renormalize: bool = False, topk_experts: Tensor | None = None) -> Routing:
     """Routing from logits (L, E); ``topk_experts`` (L, k) replays a given choice instead of the top k."""
-    probs = torch.softmax(logits, dim=-1)
-    chosen = top_k(logits, k) if topk_experts is None else topk_experts.long()
-    gates = probs.gather(1, chosen)  # (L, k)
-    if renormalize:
-        gates = gates / gates.sum(dim=-1, keepdim=True)
-    return Routing(logits, probs, chosen, gates)
+    return choose(logits, k, Router(renormalize=renormalize), topk_experts=topk_experts)
 
 
 def route(x: Tensor, wg: Tensor, k: int, renormalize: bool = False, topk_experts: Tensor | None = None) -> Routing:
     """Softmax router on x (L, d), wg (d, E); logits and gates are float32, or float64 for float64 inputs."""
-    logits = x @ wg  # (L, E)
-    return decide(logits if logits.dtype == torch.float64 else logits.float(), k, renormalize, topk_experts)
+    return routers.route(x, wg, k, Router(renormalize=renormalize), topk_experts=topk_experts)
 
 
 def load_balancing_loss(routing: Routing) -> Tensor:
