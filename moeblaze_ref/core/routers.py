@@ -107,13 +107,25 @@ class Router:
                 f"1..{available}"
             )
 
+    def check_bias(self, name: str, bias: Any) -> None:
+        """Check that ``logit_bias`` or ``selection_bias``, by ``name``, is there exactly if the router adds one.
+
+        Raises
+        ------
+        ValueError
+            If it is not.
+        """
+        added = getattr(self, name)
+        if (bias is not None) != added:
+            raise ValueError(f"{name} is {'missing' if added else 'given'}, but the router has {name}={added}")
+
     @property
     def plain(self) -> bool:
         """Whether this is a softmax of all logits and the k largest: what the router's kernels compute.
 
         They compute logits in float32, so ``float32_product`` makes no difference there.
         """
-        return replace(self, renormalize=True, float32_product=False) == Router(renormalize=True)
+        return self == Router(renormalize=self.renormalize, float32_product=self.float32_product)
 
     @property
     def compares_logits(self) -> bool:
@@ -157,7 +169,7 @@ _DEEPSEEK_V3 = Router(
     group_score="top2",
     float32_product=True,
 )
-_ONE_GROUP = {"groups": 1, "groups_kept": 1}
+_ONE_GROUP: dict[str, Any] = {"groups": 1, "groups_kept": 1}
 
 # The numbers of DeepSeek-V2 are those of config_236B.json in deepseek-ai/DeepSeek-V3 on GitHub, those of LFM2 are
 # transformers' defaults. All other numbers from a config.json are those of plan/models: see SOURCES.md there.

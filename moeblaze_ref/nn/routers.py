@@ -54,7 +54,7 @@ def choose(
         If k of the experts cannot be chosen, or the selection bias is missing, superfluous or of another shape.
     """
     router.check_sizes(logits.shape[1], k)
-    _check_bias("selection_bias", selection_bias, router.selection_bias, logits.shape[1])
+    _check_bias("selection_bias", selection_bias, router, logits.shape[1])
     scores = torch.sigmoid(logits) if router.scores == "sigmoid" else torch.softmax(logits, dim=-1)  # (L, E)
     if topk_experts is None:
         chosen = top_k(_compared(logits, scores, router, selection_bias), k)
@@ -64,10 +64,9 @@ def choose(
     return Routing(logits, probs, chosen, _gates(logits, scores, chosen, router))
 
 
-def _check_bias(name: str, bias: Tensor | None, wanted: bool, num_experts: int) -> None:
+def _check_bias(name: str, bias: Tensor | None, router: Router, num_experts: int) -> None:
     """Check that the bias (E,) is there exactly if the router adds one."""
-    if (bias is not None) != wanted:
-        raise ValueError(f"{name} is {'missing' if wanted else 'given'}, but the router has {name}={wanted}")
+    router.check_bias(name, bias)
     if bias is not None:
         checks.check_shape(name, bias, {"E": num_experts})
 
@@ -78,7 +77,8 @@ def _compared(logits: Tensor, scores: Tensor, router: Router, selection_bias: Te
     compared = compared.detach() if selection_bias is None else compared.detach() + selection_bias
     if router.groups == 1:
         return compared
-    grouped = compared.unflatten(1, (router.groups, -1))  # (L, groups, experts of a group)
+    num_tokens, num_experts = compared.shape
+    grouped = compared.reshape(num_tokens, router.groups, num_experts // router.groups)
     best = grouped.amax(dim=-1) if router.group_score == "max" else grouped.topk(2, dim=-1).values.sum(dim=-1)
     lost = torch.ones_like(best, dtype=torch.bool).scatter(1, top_k(best, router.groups_kept), False)
     return grouped.masked_fill(lost[..., None], -torch.inf).flatten(1)
@@ -109,7 +109,7 @@ def route(
 
     logit_bias is (E,); the other arguments and errors are as in `choose`.
     """
-    _check_bias("logit_bias", logit_bias, router.logit_bias, wg.shape[1])
+    _check_bias("logit_bias", logit_bias, router, wg.shape[1])
     logits = (_float32_product if router.float32_product else _product)(x, wg, logit_bias)  # (L, E)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return choose(logits, k, router, selection_bias, topk_experts)
