@@ -134,6 +134,30 @@ class Router:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """An expert that sees every token.
+
+    Parameters
+    ----------
+    width : int
+        Its hidden width.
+    gated : bool
+        A sigmoid of x times a vector multiplies its output.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the width is no positive integer.
+    """
+
+    width: int
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        checks.check_int("width", self.width, at_least=1)
+
+
+@dataclass(frozen=True)
 class Family:
     """The router of a model family.
 

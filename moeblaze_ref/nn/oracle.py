@@ -5,32 +5,18 @@ that autograd wants to keep, so it is also the layer whose memory the project ac
 under the policy `conventional`. Nothing here calls the project's own stages.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ref.core.config import ACTIVATIONS
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.nn import routers
+from moeblaze_ref.nn.activations import activate as activate
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.routers import Routing as Routing
 from moeblaze_ref.nn.routers import choose
 from moeblaze_ref.nn.routers import top_k as top_k
-
-ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda a: F.relu(a).square(),
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "reglu": F.relu,
-}
-assert ACTIVATION.keys() == set(ACTIVATIONS)
 
 
 def decide(logits: Tensor, k: int, renormalize: bool = False, topk_experts: Tensor | None = None) -> Routing:
@@ -83,12 +69,6 @@ def expert_up(x: Tensor, order: ExpertOrder, w1: Tensor, w2: Tensor | None) -> t
     return a, None if w2 is None else _grouped_matmul(routed, order.lengths, w2)
 
 
-def activate(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
-    """act(a) * b, or act(a): (R, h)."""
-    act_a = ACTIVATION[activation](a)
-    return act_a if b is None else act_a * b
-
-
 def expert_down(y_swi: Tensor, order: ExpertOrder, w3: Tensor) -> Tensor:
     """Every routed row's expert output (R, d)."""
     return _grouped_matmul(y_swi, order.lengths, w3)
@@ -104,16 +84,29 @@ def experts(
     x: Tensor, routing: Routing, w1: Tensor, w2: Tensor | None, w3: Tensor, activation: str = "swiglu"
 ) -> Tensor:
     """The chosen experts' outputs, weighted by the gates and summed per token: (L, d)."""
-    order = expert_order(routing.topk_experts, w1.shape[0])
+    return chosen_experts(x, routing.topk_experts, routing.gates, w1, w2, w3, activation)
+
+
+def chosen_experts(
+    x: Tensor, topk_experts: Tensor, gates: Tensor, w1: Tensor, w2: Tensor | None, w3: Tensor, activation: str
+) -> Tensor:
+    """`experts` from the choice and the gates alone, both (L, k)."""
+    order = expert_order(topk_experts, w1.shape[0])
     a, b = expert_up(x, order, w1, w2)
     y = expert_down(activate(a, b, activation), order, w3)
-    return combine(y, routing.gates, order)
+    return combine(y, gates, order)
 
 
 class OracleMoE(RoutedExperts):
     """The oracle as a module, for models that train on plain torch."""
 
+    any_router = True
+
     def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> tuple[Tensor, Routing]:
         """Output (L, d) for x (L, d), and the routing that produced it; topk_experts (L, k) replays a choice."""
-        routing = route(x, self.wg, self.k, self.renormalize, topk_experts)
-        return experts(x, routing, self.w1, self.w2, self.w3, self.activation), routing
+        routing = self.route(x, self.wg, topk_experts)
+
+        def run(rows: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+            return chosen_experts(rows, chosen, gates, self.w1, self.w2, self.w3, self.activation)
+
+        return self.with_shared(x, routers.weighed(x, routing, self.router, run)), routing

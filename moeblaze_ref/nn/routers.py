@@ -3,6 +3,7 @@
 Source: MoEBlaze (arXiv 2601.05296), section 2, for the softmax router; ``core.routers`` says what each model does.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -124,6 +125,19 @@ def _float32_product(x: Tensor, wg: Tensor, bias: Tensor | None) -> Tensor:
     """The product of float32 copies, under autocast too; float64 stays float64."""
     with torch.autocast(x.device.type, enabled=False):
         return _product(x, wg, bias) if x.dtype == torch.float64 else _product(x.float(), wg.float(), bias)
+
+
+def weighed(x: Tensor, routing: Routing, router: Router, experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """Return the chosen experts' sum (L, d) for x (L, d), with the gates at the outputs or at the inputs.
+
+    ``experts`` takes tokens, the ids of their experts and their gates. Where gates multiply the inputs, it is called
+    with L * k tokens of one expert each.
+    """
+    if router.weighs == "output":
+        return experts(x, routing.topk_experts, routing.gates)
+    rows = (x[:, None] * routing.gates[..., None].to(x.dtype)).flatten(0, 1)  # (R, d)
+    y = experts(rows, routing.topk_experts.reshape(-1, 1), torch.ones_like(routing.gates).reshape(-1, 1))  # (R, d)
+    return y.reshape(*routing.gates.shape, x.shape[1]).sum(dim=1)
 
 
 @torch.no_grad()

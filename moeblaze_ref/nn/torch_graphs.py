@@ -60,6 +60,8 @@ def graphed(layer: MoELayer, x: Tensor) -> MoELayer:
     checks.check_type("x", x, Tensor)
     if x.device.type != "cuda":
         raise ValueError(f"x is on {x.device}, but CUDA graphs need a CUDA device")
+    if not layer.router.plain or layer.shared_expert is not None:
+        raise ValueError("a layer with another router than a softmax, or with a shared expert, cannot be graphed")
     layer.graphs = None  # those of before go now, for none may go during a capture
     layer.graphs = LayerGraphs(layer, x)
     return layer

@@ -19,6 +19,7 @@ from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import address_of, has_values
 from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import torch_node
 from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights, either
@@ -100,7 +101,7 @@ class MoEModule(RoutedExperts):
         topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
         result = self._run(rows, MoEWeights(*operands), topk_experts)
         _remember_routing(result.topk_experts)
-        return result._replace(out=result.out.reshape(x.shape))
+        return result._replace(out=self.with_shared(rows, result.out).reshape(x.shape))
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         """The output for checked tokens x (L, d), contiguous like the weights and of their dtype."""
@@ -191,8 +192,10 @@ class MoELayer(KernelMoE):
         version: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        router: Router | str | None = None,
+        shared: Shared | None = None,
     ):
-        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype, router=router, shared=shared)
         self.policy = checks.check_name("policy", policy, POLICIES)
         self.version = (
             version if version is None else checks.check_name("version of layer", version, raw_layer.VERSIONS)
