@@ -43,7 +43,8 @@ class MegaBlocks(NamedTuple):
         return Forward(out, balance, z, saved["token_expert_indices"].view(-1, k), saved)
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
-        x, weights, arrays, wanted = given.x, given.weights, given.arrays, given.wanted
+        x, arrays, wanted = given.x, given.arrays, given.wanted
+        weights: MoEWeights = given.weights
         kept = megablocks.Saved.of(arrays, self.k, self.block, self.activation)
         chosen = arrays["token_expert_indices"].reshape(len(x), self.k)
         arrays.clear()  # those of ``kept`` are freed piece by piece

@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
-from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.arrays import address_of, has_values
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import Array
-from moeblaze_ref.nn import torch_node
-from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights, either
-from moeblaze_ref.nn.torch_node import Backward, Forward, System, aligned, has_backward
-from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
+from moeblaze_ref.nn import torch_node, torch_operands
+from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights
+from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import MoEWeights
@@ -88,14 +85,15 @@ class MoEModule(RoutedExperts):
 
     def launch(self, x: Tensor, weights: Weights, topk_experts: Tensor | None = None) -> MoEOutput:
         """`forward` with wg, w1, w2 and w3 in place of the layer's own, without hooks and graphs."""
-        checks.check_type("x", x, Tensor)
-        if transforms_active() or tracing():
-            refuse_transform(type(self).__name__)
-        _check_tensors(x, weights, self)
-        tokens, operands = _cast(x, weights)
-        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
-        if [tensor for tensor in (rows, *operands) if tensor is not None and address_of(tensor) % ALIGNMENT]:
-            rows, operands = aligned(rows), [None if w is None else aligned(w) for w in operands]
+        name = type(self).__name__
+        torch_operands.check_call(x, name)
+        named = dict(zip(MoEWeights._fields, weights, strict=True))
+        torch_operands.check_kinds(x, named, name, self.dtypes)
+        _check_shapes(*weights)
+        torch_operands.check_width(x, weights[0].shape[0])
+        tokens, operands = torch_operands.cast(x, named)
+        rows = torch_operands.aligned(torch_operands.rows_of(tokens))
+        operands = [None if w is None else torch_operands.aligned(w.contiguous()) for w in operands]
         checks.check_routed_rows(rows.shape[0], self.k)
         replayed = _next_routing(rows.shape[0], self.k)
         topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
@@ -247,23 +245,6 @@ class _MoEBlaze(NamedTuple):
 # ---- checks --------------------------------------------------------------------------------
 
 
-def _check_tensors(x: Tensor, weights: Weights, layer: MoEModule) -> None:
-    """Everything lies on one device and has a dtype that the layer computes in; the shape of x fits."""
-    if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"x is on {x.device}, but {type(layer).__name__} runs on cuda or cpu")
-    for name, tensor in zip(("x", *MoEWeights._fields), (x, *weights), strict=True):
-        if tensor is None:
-            continue
-        if tensor.dtype not in layer.dtypes:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {either(layer.dtypes)}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
-    _check_shapes(*weights)
-    width = weights[0].shape[0]
-    if x.ndim == 0 or x.shape[-1] != width:
-        raise ValueError(f"x has shape {tuple(x.shape)}, but it must be (..., d={width})")
-
-
 def _check_shapes(wg: Tensor, w1: Tensor, w2: Tensor | None, w3: Tensor) -> None:
     """The weights fit each other; a rank may have fewer experts than its router knows."""
     checks.check_shape("wg", wg, {"d": None, "E": None})
@@ -275,28 +256,12 @@ def _check_shapes(wg: Tensor, w1: Tensor, w2: Tensor | None, w3: Tensor) -> None
     checks.check_shape("w3", w3, {"E": E, "h": h, "d": d})
 
 
-def _cast(x: Tensor, weights: Weights) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """x and the weights, contiguous, in autocast's dtype where that is on; autograd casts their gradients back."""
-    device = x.device.type
-    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
-    dtype = torch.get_autocast_dtype(device) if casts else x.dtype
-    for name, weight in zip(MoEWeights._fields, weights, strict=True):
-        if weight is not None and weight.dtype != dtype and not casts:
-            raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
-    return x.to(dtype), tuple([None if w is None else w.to(dtype).contiguous() for w in weights])
-
-
 def _checked_routing(topk_experts: Tensor, x: Tensor, layer: MoEModule) -> Tensor:
-    """A routing given by the caller: this is the one place that looks at its values, if there are any."""
-    checks.check_type("topk_experts", topk_experts, Tensor)
-    if topk_experts.dtype != torch.int32:
-        raise TypeError(f"topk_experts has dtype {topk_experts.dtype}, but it must be torch.int32")
-    if topk_experts.device != x.device:
-        raise ValueError(f"topk_experts is on {topk_experts.device}, but x is on {x.device}")
-    checks.check_shape("topk_experts", topk_experts, {"L": x.numel() // x.shape[-1], "k": layer.k})
-    if has_values(x):
-        checks.check_topk_experts(topk_experts.cpu().numpy(), layer.wg.shape[1])
-    return topk_experts.contiguous()
+    """A routing given by the caller."""
+    num_experts = layer.wg.shape[1]
+    routing = torch_operands.checked_routing("topk_experts", topk_experts, x, layer.k, num_experts, (torch.int32,))
+    checks.check_array("topk_experts", topk_experts, rank=2, dtypes=("int32",))  # contiguous
+    return routing
 
 
 # ---- routing that survives activation checkpointing ------------------------------------------
