@@ -140,6 +140,24 @@ def weighed(x: Tensor, routing: Routing, router: Router, experts: Callable[[Tens
     return y.reshape(*routing.gates.shape, x.shape[1]).sum(dim=1)
 
 
+def loads_of(topk_experts: Tensor, num_experts: int) -> Tensor:
+    """Tokens of each expert (E,), int64, counted in a choice (L, k)."""
+    chosen = topk_experts.flatten()
+    loads = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+    return loads.index_add(0, chosen, torch.ones_like(chosen, dtype=torch.int64))
+
+
+def router_losses(routing: Routing, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The load-balancing loss and the router z-loss; unlike the oracle's, 0 for no tokens.
+
+    Balanced is what the router asks for: dropped slots count, or a full expert would look like a popular one.
+    """
+    tokens, num_experts = max(routing.probs.shape[0], 1), lengths.numel()
+    share = lengths.to(routing.probs.dtype) / max(routing.topk_experts.numel(), 1)  # (E,)
+    balance = num_experts * (share * routing.probs.sum(dim=0)).sum() / tokens
+    return balance, torch.logsumexp(routing.logits, dim=-1).square().sum() / tokens
+
+
 @torch.no_grad()
 def update_selection_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
     """Return the selection bias for the next step: raised by ``rate`` for experts below the mean load, lowered above.

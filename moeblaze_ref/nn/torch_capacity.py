@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import EMPTY
-from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn import oracle, routers
 from moeblaze_ref.nn.torch_layer import MoEModule, MoEOutput
 from moeblaze_ref.systems import capacity
 from moeblaze_ref.systems.layer import MoEWeights
@@ -88,7 +88,7 @@ class CapacityMoE(MoEModule):
         out = combine(y, bins, routing.gates)  # (L, d)
         lost = bins.rows == EMPTY  # (L, k)
         self.dropped_slots, self.lost_tokens = lost.sum(), lost.all(dim=1).sum()
-        return MoEOutput(out, *router_losses(routing, bins.lengths), routing.topk_experts.int())
+        return MoEOutput(out, *routers.router_losses(routing, bins.lengths), routing.topk_experts.int())
 
     def _checked_router(self, router: Router | str | None, renormalize: bool, num_experts: int) -> Router:
         checked = super()._checked_router(router, renormalize, num_experts)
@@ -197,14 +197,3 @@ def combine(y: Tensor, bins: Bins, gates: Tensor) -> Tensor:
     """The gate-weighted sum (L, d) of each token's rows of y (E, C, d)."""
     taken = _take(y.flatten(0, 1), bins.rows)  # (L, k, d)
     return (gates.to(y.dtype)[:, None] @ taken)[:, 0]
-
-
-def router_losses(routing: oracle.Routing, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The load-balancing loss and the router z-loss; unlike the oracle's, 0 for no tokens.
-
-    Balanced is what the router asks for: dropped slots count, or a full expert would look like a popular one.
-    """
-    tokens, num_experts = max(routing.probs.shape[0], 1), lengths.numel()
-    share = lengths.to(routing.probs.dtype) / max(routing.topk_experts.numel(), 1)  # (E,)
-    balance = num_experts * (share * routing.probs.sum(dim=0)).sum() / tokens
-    return balance, torch.logsumexp(routing.logits, dim=-1).square().sum() / tokens

@@ -19,8 +19,8 @@ from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import torch_node, torch_operands
 from moeblaze_ref.nn.routed_experts import either
-from moeblaze_ref.nn.torch_layer import DTYPES
 from moeblaze_ref.nn.torch_node import Backward, Forward, has_backward
+from moeblaze_ref.nn.torch_operands import DTYPES
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
 

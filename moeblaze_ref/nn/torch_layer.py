@@ -19,9 +19,11 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import Array
-from moeblaze_ref.nn import torch_node, torch_operands
+from moeblaze_ref.nn import routers, torch_node, torch_operands
 from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights
+from moeblaze_ref.nn.torch_experts import ExpertOperands, RoutedByCaller
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
+from moeblaze_ref.nn.torch_operands import DTYPES as DTYPES
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import MoEWeights
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from moeblaze_ref.nn.torch_graphs import LayerGraphs  # which imports this module
 
 log = logging.getLogger(__name__)
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class MoEOutput(NamedTuple):
@@ -127,12 +127,18 @@ class KernelMoE(MoEModule):
         checks.check_kernel_limits(sizes["E"], sizes["k"])
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
-        system, name = self._system(x, weights), type(self).__name__
-        outputs, executor = torch_node.run(system, name, x, weights, topk_experts)
+        return MoEOutput(*self._on_kernels(self._system(x, weights), x, weights, topk_experts))
+
+    def _on_kernels(
+        self, system: System, x: Tensor, operands: torch_node.Operands, topk_experts: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Run a system as one node, and note what ran it."""
+        name = type(self).__name__
+        outputs, executor = torch_node.run(system, name, x, operands, topk_experts)
         if executor != self.executor:
             log.info("%s(%s) runs on %s", name, self.extra_repr(), executor)
             self.executor = executor
-        return MoEOutput(*outputs)
+        return outputs
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
         """Return the system that runs x."""
@@ -144,8 +150,9 @@ class MoELayer(KernelMoE):
 
     Parameters
     ----------
-    d, h, E, k, activation, renormalize, device, dtype
-        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
+    d, h, E, k, activation, renormalize, device, dtype, router, shared
+        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16. Kernels compute the softmax router, plain torch
+        each other router and the shared expert.
     policy : str
         What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
     version : str, optional
@@ -178,6 +185,8 @@ class MoELayer(KernelMoE):
     MoEBlaze, sections 3 and 5.
     """
 
+    any_router = True
+
     def __init__(
         self,
         d: int,
@@ -207,9 +216,25 @@ class MoELayer(KernelMoE):
             raise ValueError("a graphed layer chooses the experts itself: it takes no topk_experts and no keep_routing")
         return self.graphs(x, self.weights)
 
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        if self.router.plain:
+            return super()._run(x, weights, topk_experts)
+        routing = self.route(x, weights.wg, topk_experts)
+
+        def run(rows: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+            operands = ExpertOperands(*weights[1:], gates)
+            system = RoutedByCaller(self.activation, self._policy_for(rows, operands), self.version)
+            return self._on_kernels(system, rows, operands, chosen.int())[0]
+
+        out = routers.weighed(x, routing, self.router, run)
+        loads = routers.loads_of(routing.topk_experts, weights.wg.shape[1])
+        return MoEOutput(out, *routers.router_losses(routing, loads), routing.topk_experts.int())
+
+    def _policy_for(self, x: Tensor, operands: torch_node.Operands) -> str:
+        return self.policy if has_backward(x, operands) else "inputs"
+
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
-        policy = self.policy if has_backward(x, weights) else "inputs"
-        return _MoEBlaze(self.k, self.activation, policy, self.renormalize, self.version)
+        return _MoEBlaze(self.k, self.activation, self._policy_for(x, weights), self.renormalize, self.version)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""

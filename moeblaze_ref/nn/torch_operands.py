@@ -11,6 +11,8 @@ from moeblaze_ref.core.arrays import address_of, has_values
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels compute in
+
 Named = Mapping[str, Tensor | None]  # operands by the names that messages have
 
 

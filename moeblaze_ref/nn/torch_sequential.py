@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.nn import oracle, routers
-from moeblaze_ref.nn.torch_capacity import router_losses
 from moeblaze_ref.nn.torch_layer import MoEModule, MoEOutput
 from moeblaze_ref.systems.layer import MoEWeights
 
@@ -37,8 +36,8 @@ class SequentialMoE(MoEModule):
             return _one_after_another(rows, chosen, gates.to(x.dtype), weights, self.activation)
 
         out = routers.weighed(x, routing, self.router, run)
-        lengths = torch.bincount(routing.topk_experts.flatten(), minlength=weights.wg.shape[1])
-        return MoEOutput(out, *router_losses(routing, lengths), routing.topk_experts.int())
+        loads = routers.loads_of(routing.topk_experts, weights.wg.shape[1])
+        return MoEOutput(out, *routers.router_losses(routing, loads), routing.topk_experts.int())
 
 
 def _one_after_another(x: Tensor, chosen: Tensor, gates: Tensor, weights: MoEWeights, activation: str) -> Tensor:

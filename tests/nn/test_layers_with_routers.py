@@ -12,7 +12,7 @@ from moeblaze_ref.verify.cases import relative_error
 
 H, L = 8, 40
 BLOCKS = [family for family in ROUTERS if family != "gpt_oss"]  # whose experts have biases
-ROUTED = ["oracle", "sequential", "dynamic_capacity"]  # the systems that compute any router
+ROUTED = ["oracle", "sequential", "dynamic_capacity", "moeblaze"]  # the systems that compute any router
 QWEN2 = Theirs(
     "qwen2_moe",
     "Qwen2Moe",
@@ -113,7 +113,7 @@ def test_another_shared_expert_is_found(wrong):
 
 
 @pytest.mark.parametrize("family", ["llama4", "deepseek_v3"])
-@pytest.mark.parametrize("system", ["oracle", "sequential"])
+@pytest.mark.parametrize("system", ["oracle", "sequential", "moeblaze"])
 def test_where_the_gate_multiplies_matters(family, system):
     block = THEIRS[family].made("block")
     router = ROUTERS_OF[family]
