@@ -4,7 +4,7 @@ Import them from here; ``from moeblaze_ref import MoELayer`` is the short way to
 ``SYSTEMS``; `system` fixes options of one.
 """
 
-from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn import oracle, routers
 from moeblaze_ref.nn.oracle import OracleMoE
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.systems import SYSTEMS, MoEFactory, system
@@ -36,5 +36,6 @@ __all__ = [
     "keep_routing",
     "oracle",
     "replace_moe_blocks",
+    "routers",
     "system",
 ]

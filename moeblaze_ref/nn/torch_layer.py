@@ -151,8 +151,8 @@ class MoELayer(KernelMoE):
     Parameters
     ----------
     d, h, E, k, activation, renormalize, device, dtype, router, shared
-        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16. Kernels compute the softmax router, plain torch
-        each other router and the shared expert.
+        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16. Kernels compute the softmax router, plain
+        torch each other router and the shared expert.
     policy : str
         What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
     version : str, optional

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers_routers import ROUTERS_OF, THEIRS, D, E, K, Theirs
 
+from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.routers import FAMILIES, ROUTERS, Router, Shared
-from moeblaze_ref.nn import SYSTEMS, OracleMoE, systems
+from moeblaze_ref.nn import SYSTEMS, MoELayer, OracleMoE, graphed, keep_routing, systems
 from moeblaze_ref.verify.cases import relative_error
 
 H, L = 8, 40
@@ -121,6 +123,83 @@ def test_where_the_gate_multiplies_matters(family, system):
     assert errors(block, with_weights_of(block, SYSTEMS[system], other))["out"] > 1e-2
 
 
+# ---- our layer ------------------------------------------------------------------------------
+
+
+def twins(**options):
+    """The oracle and our layer with the same weights."""
+    torch.manual_seed(2)
+    plain, ours = OracleMoE(D, H, E, K, **options), MoELayer(D, H, E, K, **options)
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def ramp():
+    """Tokens (L, D), all of them different."""
+    return torch.linspace(-1, 1, L * D).reshape(D, L).T.contiguous()
+
+
+def step(layer, x):
+    """Output, both losses and every gradient of a layer, to all of which its outputs contribute."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    result = systems.run(layer, x)
+    (result.out.square().sum() + 3.0 * result.load_balancing_loss + 2.0 * result.router_z_loss).backward()
+    return [*result[:3], x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("router", ["gpt_oss", "deepseek_v3", "llama4"])
+def test_losses_and_their_gradients_are_those_of_the_oracle(router):
+    plain, ours = twins(router=router, shared=Shared(10, gated=True))
+    pairs = zip(step(ours, ramp()), step(plain, ramp()), strict=True)
+    assert max(relative_error(found.detach(), expected.detach()) for found, expected in pairs) < 1e-5
+
+
+@pytest.mark.parametrize("router", ["deepseek_v3", "llama4"])
+def test_the_policy_changes_no_bit(router):
+    results = []
+    for policy in POLICIES:
+        torch.manual_seed(2)
+        results.append(
+            step(MoELayer(D, H, E, K, policy=policy, router=router), torch.linspace(-1, 1, L * D).view(L, D))
+        )
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+def test_a_softmax_router_by_its_name_has_the_bits_of_the_option():
+    _, by_name = twins(router="mixtral")
+    _, by_option = twins(renormalize=True)
+    assert all(torch.equal(*pair) for pair in zip(step(by_name, ramp()), step(by_option, ramp()), strict=True))
+
+
+@pytest.mark.parametrize("router", ["gpt_oss", "lfm2_moe", "llama4"])
+def test_no_token_is_valid(router):
+    _, ours = twins(router=router, shared=Shared(10))
+    out, balance, z, *gradients = step(ours, torch.zeros(0, D))
+    assert out.shape == (0, D) and balance == z == 0.0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_autocast_leaves_a_float32_product_as_it_is():
+    _, ours = twins(router="deepseek_v3", shared=Shared(10))
+    x, given = ramp(), torch.arange(K, dtype=torch.int32).repeat(L, 1)
+    exact = ours(x, given).out.detach()
+    rounded, wg = x.bfloat16(), ours.wg.detach().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, narrow = ours.route(rounded, wg).logits, ours(x, given).out.detach()
+    torch.testing.assert_close(logits, rounded.float() @ wg.float())
+    assert narrow.dtype == torch.bfloat16 and 0.0 < relative_error(narrow.float(), exact) < 0.02
+
+
+def test_a_recomputation_replays_the_choice():
+    _, ours = twins(router="deepseek_v3")
+    x = ramp().requires_grad_()
+    (expected,) = torch.autograd.grad(ours(x).out.square().sum(), x)
+    out = checkpoint(lambda rows: ours(rows).out, x, use_reentrant=False, context_fn=keep_routing)
+    ours.selection_bias += torch.linspace(-1, 1, E)  # another choice, were it made again
+    assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], expected)
+
+
 # ---- the parameters -------------------------------------------------------------------------
 
 
@@ -171,6 +250,12 @@ def test_print_shows_the_router_that_is_not_plain():
 def test_what_a_layer_does_not_compute_is_named(system, options, message):
     with pytest.raises(ValueError, match=message):
         SYSTEMS[system](D, H, E, K, "swiglu", **options)
+
+
+@pytest.mark.parametrize("options", [{"router": "lfm2_moe"}, {"shared": Shared(8)}], ids=str)
+def test_what_cannot_be_graphed_is_refused(options):
+    with pytest.raises(ValueError, match="another router than a softmax, or with a shared expert, cannot be graphed"):
+        graphed(MoELayer(D, H, E, K, **options), torch.randn(L, D))
 
 
 def test_a_shared_expert_needs_a_width():
