@@ -122,6 +122,13 @@ SOFTMAX = Contract(
     "MoEBlaze, section 2",
     after=_check_experts,
 )
+SOFTMAX_BACKWARD = Contract(
+    "Return the gradient of the logits from that of their softmax.",
+    (Tensor("d_probs", "L E", ROUTING, "Gradient of the probabilities"), PROBS),
+    (Tensor("d_logits", "L E", ROUTING),),
+    "MoEBlaze, section 2. Renormalised gates are a softmax of the k chosen logits, (L, k) in place of (L, E)",
+    first="probs",
+)
 GATING = Contract(
     "Return the probabilities, the chosen experts and the gates of every token.",
     (LOGITS, K, RENORMALIZE),

@@ -65,10 +65,10 @@ def backward(d_gates, logits, topk_experts, router):
     if router.renormalize:
         d_scores = _quotient_backward(d_scores, scores, router.epsilon)
     if router.scores == "softmax_of_chosen":
-        return _into_rows(softmax_backward(d_scores, scores), topk_experts, logits)
+        return _into_rows(softmax_backward.unchecked(d_scores, scores), topk_experts, logits)
     if router.scores == "sigmoid":
         return _into_rows(d_scores * scores * (1 - scores), topk_experts, logits)
-    return softmax_backward(_into_rows(d_scores, topk_experts, logits), softmax.unchecked(logits))
+    return softmax_backward.unchecked(_into_rows(d_scores, topk_experts, logits), softmax.unchecked(logits))
 
 
 def _quotient_backward(d_quotients, scores, epsilon):
