@@ -99,6 +99,14 @@ def test_a_narrow_product_is_rounded_as_in_transformers(family):
     assert relative_error(both.found(other)[0].detach(), logits.detach()) > 1e-4
 
 
+@every_family
+def test_our_weights_stay_in_float32_where_some_of_theirs_are_rounded(family):
+    both = Both(family, torch.bfloat16)
+    rounded = family in ("qwen3_moe", "olmoe", "gpt_oss", "lfm2_moe", "llama4")
+    assert both.expected()[1].dtype == (torch.bfloat16 if rounded else torch.float32)
+    assert both.found()[1].dtype == torch.float32
+
+
 # ---- every field matters --------------------------------------------------------------------
 
 
