@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeblaze_ref.bench.accuracy import Layer, Weights
 from moeblaze_ref.core.config import is_gated
-from moeblaze_ref.nn.oracle import ACTIVATION
+from moeblaze_ref.nn.activations import ACTIVATION
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 
 

@@ -147,14 +147,19 @@ def check_topk_experts(topk_experts: Array, num_experts: int) -> None:
         If rank, layout, a value, k or R is not allowed.
     """
     check_array("topk_experts", topk_experts, rank=2, dtypes=("int32",))
+    check_choice("topk_experts", topk_experts, num_experts)
+
+
+def check_choice(name: str, chosen: Array, num_experts: int) -> None:
+    """The ids ``chosen`` (L, k), of any integers, are in range, and no row has one twice."""
     check_int("num_experts", num_experts, at_least=1)
-    num_tokens, k = topk_experts.shape
+    num_tokens, k = chosen.shape
     check_int("k", k, at_least=1)
     check_k(k, num_experts)
     check_routed_rows(num_tokens, k)
     if num_tokens:
-        check_index("topk_experts", topk_experts, num_experts, "experts")
-        _check_rows(topk_experts)
+        check_index(name, chosen, num_experts, "experts")
+        _check_rows(name, chosen)
 
 
 def check_part(topk_experts: Array, num_experts: int, num_routed: int) -> None:
@@ -170,15 +175,15 @@ def check_part(topk_experts: Array, num_experts: int, num_routed: int) -> None:
     found = int(there.sum())
     if found != num_routed:
         raise ValueError(f"num_routed is {num_routed}, but topk_experts names {found} experts")
-    _check_rows(topk_experts)
+    _check_rows("topk_experts", topk_experts)
 
 
-def _check_rows(topk_experts: Array) -> None:
+def _check_rows(name: str, chosen: Array) -> None:
     """No expert twice in a row."""
-    token, expert = _first_repeated(topk_experts)
+    token, expert = _first_repeated(chosen)
     if token is not None:
         raise ValueError(
-            f"topk_experts[{token}] names expert {expert} twice, but the k = {topk_experts.shape[1]} experts of a "
+            f"{name}[{token}] names expert {expert} twice, but the k = {chosen.shape[1]} experts of a "
             f"token must be distinct"
         )
 

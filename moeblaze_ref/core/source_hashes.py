@@ -29,6 +29,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         *(
             "nn/torch_node.py",
             "nn/torch_layer.py",
+            "nn/torch_operands.py",
+            "nn/torch_experts.py",
             "nn/torch_block_sparse.py",
             "nn/torch_capacity.py",
             "nn/torch_memory_optimized.py",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.core.contract import INT32, ROUTING, Arguments, Contract, Structure, Tensor, Value
+from moeblaze_ref.core.routers import Router
 from moeblaze_ref.core.structures import EMPTY, HIDDEN, Array, Dispatch
 
 Dtypes = tuple[str, ...]  # those that a tensor may have
@@ -121,6 +122,13 @@ SOFTMAX = Contract(
     "MoEBlaze, section 2",
     after=_check_experts,
 )
+SOFTMAX_BACKWARD = Contract(
+    "Return the gradient of the logits from that of their softmax.",
+    (Tensor("d_probs", "L E", ROUTING, "Gradient of the probabilities"), PROBS),
+    (Tensor("d_logits", "L E", ROUTING),),
+    "MoEBlaze, section 2. Renormalised gates are a softmax of the k chosen logits, (L, k) in place of (L, E)",
+    first="probs",
+)
 GATING = Contract(
     "Return the probabilities, the chosen experts and the gates of every token.",
     (LOGITS, K, RENORMALIZE),
@@ -177,6 +185,85 @@ ROUTER_Z_LOSS_BACKWARD = Contract(
     before=_check_loss_gradient,
     after=_check_experts,
     errors=", d_loss",
+)
+
+ROUTER_KIND = Value("router", "Router", "One of ``core.routers``")
+
+
+def _check_router(given: Arguments) -> None:
+    checks.check_type("router", given["router"], Router)
+    k = given["k"] if "k" in given else given["topk_experts"].shape[1]
+    given["router"].check_sizes(given["logits"].shape[1], checks.check_int("k", k, at_least=1))
+
+
+def _check_rate(given: Arguments) -> None:
+    checks.check_within("rate", given["rate"], at_least=0.0)
+
+
+def _check_choose(given: Arguments) -> None:
+    _check_router(given)
+    given["router"].check_bias("selection_bias", given["selection_bias"])
+
+
+CHOOSE = Contract(
+    "Return the ids of the experts that a router chooses for every token.",
+    (
+        LOGITS,
+        K,
+        ROUTER_KIND,
+        Tensor(
+            "selection_bias",
+            "E",
+            ROUTING,
+            "Added to the scores for the choice alone",
+            optional="if the router adds none",
+        ),
+    ),
+    (CHOSEN,),
+    "MoEBlaze, section 2; groups and selection bias as in DeepSeek-V3 (arXiv 2412.19437), section 2.1.2",
+    after=_check_choose,
+    errors=", k of the experts cannot be chosen, selection_bias is missing or superfluous",
+)
+WEIGH = Contract(
+    "Return the gates of the experts that were chosen.",
+    (LOGITS, CHOICE, ROUTER_KIND),
+    (replace(GATES, text="The chosen scores, over their sum if renormalised, times the scale"),),
+    "MoEBlaze, section 2; sigmoids as in DeepSeek-V3 (arXiv 2412.19437), section 2.1.2",
+    after=_check_router,
+    errors=", an expert id is out of range or doubled, k of the experts cannot be chosen",
+)
+WEIGH_BACKWARD = Contract(
+    "Return the gradient of the logits from that of the gates.",
+    (Tensor("d_gates", "L k", ROUTING, "Gradient of the gates"), LOGITS, CHOICE, ROUTER_KIND),
+    (Tensor("d_logits", "L E", ROUTING, "Neither the choice nor the selection bias has a gradient"),),
+    "MoEBlaze, section 2",
+    first="logits topk_experts d_gates",
+    after=_check_router,
+    errors=", an expert id is out of range or doubled, k of the experts cannot be chosen",
+)
+LOGIT_BIAS_GRADIENT = Contract(
+    "Return the gradient of the logit bias, the sum of d_logits over the tokens.",
+    (Tensor("d_logits", "L E", ROUTING, "Gradient of the logits"),),
+    (Tensor("d_logit_bias", "E", ROUTING),),
+    "MoEBlaze, section 2, with the bias of gpt-oss's router",
+)
+UPDATE_SELECTION_BIAS = Contract(
+    "Return the selection bias of the next step, higher for experts below the mean load and lower above.",
+    (
+        Tensor("selection_bias", "E", ROUTING, "Of this step"),
+        Tensor(
+            "loads",
+            "E",
+            INT32,
+            "Tokens of each expert in the whole batch",
+            values=lambda array, sizes: checks.check_array("loads", array, 1, ("int32", "int64")),
+        ),
+        Value("rate", "float", "The bias update speed, 0 or more"),
+    ),
+    (Tensor("updated", "E", ROUTING),),
+    "Auxiliary-Loss-Free Load Balancing (arXiv 2408.15664), algorithm 1: b + rate * sign(mean load - load)",
+    after=_check_rate,
+    errors=", the rate is negative",
 )
 
 # ---- dispatch ------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ Import them from here; ``from moeblaze_ref import MoELayer`` is the short way to
 ``SYSTEMS``; `system` fixes options of one.
 """
 
-from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn import oracle, routers
 from moeblaze_ref.nn.oracle import OracleMoE
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.systems import SYSTEMS, MoEFactory, system
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_capacity import CapacityMoE, DynamicCapacityMoE
+from moeblaze_ref.nn.torch_experts import experts
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import KernelMoE, MoELayer, MoEModule, MoEOutput, keep_routing
 from moeblaze_ref.nn.torch_memory_optimized import MemoryOptimizedMoE
@@ -30,9 +31,11 @@ __all__ = [
     "OracleMoE",
     "RoutedExperts",
     "SequentialMoE",
+    "experts",
     "graphed",
     "keep_routing",
     "oracle",
     "replace_moe_blocks",
+    "routers",
     "system",
 ]

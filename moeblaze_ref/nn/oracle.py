@@ -5,58 +5,28 @@ that autograd wants to keep, so it is also the layer whose memory the project ac
 under the policy `conventional`. Nothing here calls the project's own stages.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ref.core.config import ACTIVATIONS
+from moeblaze_ref.core.routers import Router
+from moeblaze_ref.nn import routers
+from moeblaze_ref.nn.activations import activate as activate
 from moeblaze_ref.nn.routed_experts import RoutedExperts
-
-ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda a: F.relu(a).square(),
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "reglu": F.relu,
-}
-assert ACTIVATION.keys() == set(ACTIVATIONS)
-
-
-class Routing(NamedTuple):
-    """What the router decided for every token."""
-
-    logits: Tensor  # (L, E)
-    probs: Tensor  # (L, E) softmax of the logits
-    topk_experts: Tensor  # (L, k) int64, best first, ties to the lower expert id
-    gates: Tensor  # (L, k) probabilities of the chosen experts
-
-
-def top_k(logits: Tensor, k: int) -> Tensor:
-    """Ids of the k largest logits of each row, ties to the lower id (torch.topk does not promise it)."""
-    order = torch.sort(logits.detach(), dim=-1, descending=True, stable=True).indices  # (L, E)
-    return order[:, :k].clone()  # a view, even a contiguous one, would keep all of `order` alive
+from moeblaze_ref.nn.routers import Routing as Routing
+from moeblaze_ref.nn.routers import choose
+from moeblaze_ref.nn.routers import top_k as top_k
 
 
 def decide(logits: Tensor, k: int, renormalize: bool = False, topk_experts: Tensor | None = None) -> Routing:
     """Routing from logits (L, E); ``topk_experts`` (L, k) replays a given choice instead of the top k."""
-    probs = torch.softmax(logits, dim=-1)
-    chosen = top_k(logits, k) if topk_experts is None else topk_experts.long()
-    gates = probs.gather(1, chosen)  # (L, k)
-    if renormalize:
-        gates = gates / gates.sum(dim=-1, keepdim=True)
-    return Routing(logits, probs, chosen, gates)
+    return choose(logits, k, Router(renormalize=renormalize), topk_experts=topk_experts)
 
 
 def route(x: Tensor, wg: Tensor, k: int, renormalize: bool = False, topk_experts: Tensor | None = None) -> Routing:
     """Softmax router on x (L, d), wg (d, E); logits and gates are float32, or float64 for float64 inputs."""
-    logits = x @ wg  # (L, E)
-    return decide(logits if logits.dtype == torch.float64 else logits.float(), k, renormalize, topk_experts)
+    return routers.route(x, wg, k, Router(renormalize=renormalize), topk_experts=topk_experts)
 
 
 def load_balancing_loss(routing: Routing) -> Tensor:
@@ -99,12 +69,6 @@ def expert_up(x: Tensor, order: ExpertOrder, w1: Tensor, w2: Tensor | None) -> t
     return a, None if w2 is None else _grouped_matmul(routed, order.lengths, w2)
 
 
-def activate(a: Tensor, b: Tensor | None, activation: str) -> Tensor:
-    """act(a) * b, or act(a): (R, h)."""
-    act_a = ACTIVATION[activation](a)
-    return act_a if b is None else act_a * b
-
-
 def expert_down(y_swi: Tensor, order: ExpertOrder, w3: Tensor) -> Tensor:
     """Every routed row's expert output (R, d)."""
     return _grouped_matmul(y_swi, order.lengths, w3)
@@ -120,16 +84,29 @@ def experts(
     x: Tensor, routing: Routing, w1: Tensor, w2: Tensor | None, w3: Tensor, activation: str = "swiglu"
 ) -> Tensor:
     """The chosen experts' outputs, weighted by the gates and summed per token: (L, d)."""
-    order = expert_order(routing.topk_experts, w1.shape[0])
+    return chosen_experts(x, routing.topk_experts, routing.gates, w1, w2, w3, activation)
+
+
+def chosen_experts(
+    x: Tensor, topk_experts: Tensor, gates: Tensor, w1: Tensor, w2: Tensor | None, w3: Tensor, activation: str
+) -> Tensor:
+    """`experts` from the choice and the gates alone, both (L, k)."""
+    order = expert_order(topk_experts, w1.shape[0])
     a, b = expert_up(x, order, w1, w2)
     y = expert_down(activate(a, b, activation), order, w3)
-    return combine(y, routing.gates, order)
+    return combine(y, gates, order)
 
 
 class OracleMoE(RoutedExperts):
     """The oracle as a module, for models that train on plain torch."""
 
+    any_router = True
+
     def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> tuple[Tensor, Routing]:
         """Output (L, d) for x (L, d), and the routing that produced it; topk_experts (L, k) replays a choice."""
-        routing = route(x, self.wg, self.k, self.renormalize, topk_experts)
-        return experts(x, routing, self.w1, self.w2, self.w3, self.activation), routing
+        routing = self.route(x, self.wg, topk_experts)
+
+        def run(rows: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+            return chosen_experts(rows, chosen, gates, self.w1, self.w2, self.w3, self.activation)
+
+        return self.with_shared(x, routers.weighed(x, routing, self.router, run)), routing

@@ -14,6 +14,7 @@ from torch import Tensor
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core import checks, sparse_contracts
+from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn.torch_layer import KernelMoE
 from moeblaze_ref.nn.torch_node import Backward, Forward, System
@@ -42,7 +43,8 @@ class MegaBlocks(NamedTuple):
         return Forward(out, balance, z, saved["token_expert_indices"].view(-1, k), saved)
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
-        x, weights, arrays, wanted = given.x, given.weights, given.arrays, given.wanted
+        x, arrays, wanted = given.x, given.arrays, given.wanted
+        weights: MoEWeights = given.weights
         kept = megablocks.Saved.of(arrays, self.k, self.block, self.activation)
         chosen = arrays["token_expert_indices"].reshape(len(x), self.k)
         arrays.clear()  # those of ``kept`` are freed piece by piece
@@ -63,8 +65,8 @@ class BlockSparseMoE(KernelMoE):
 
     Parameters
     ----------
-    d, h, E, k, activation, renormalize, device, dtype
-        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
+    d, h, E, k, activation, renormalize, device, dtype, router, shared
+        As in `RoutedExperts`; the router is a softmax of all logits, and the dtype float32, bfloat16 or float16.
     block : int
         Rows and columns of a block; it divides h.
     version : str, optional
@@ -116,8 +118,10 @@ class BlockSparseMoE(KernelMoE):
         version: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        router: Router | str | None = None,
+        shared: Shared | None = None,
     ):
-        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype, router=router, shared=shared)
         self.block = sparse_contracts.check_block(block, h)
         self.version = (
             version if version is None else checks.check_name("version of block_sparse", version, block_sparse.VERSIONS)

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import EMPTY
-from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn import oracle, routers
 from moeblaze_ref.nn.torch_layer import MoEModule, MoEOutput
 from moeblaze_ref.systems import capacity
 from moeblaze_ref.systems.layer import MoEWeights
@@ -23,8 +24,8 @@ class CapacityMoE(MoEModule):
 
     Parameters
     ----------
-    d, h, E, k, activation, renormalize, device, dtype
-        As in `RoutedExperts`; the dtype is float64, float32, bfloat16 or float16.
+    d, h, E, k, activation, renormalize, device, dtype, router, shared
+        As in `RoutedExperts`; the router weighs outputs, and the dtype is float64, float32, bfloat16 or float16.
     capacity_factor : float or str
         C as a multiple of L * k / E; E / k drops nothing, whatever the routing. "max" is Tutel's dynamic capacity: C
         is the most rows that any expert has in this forward, so nothing is dropped.
@@ -53,6 +54,7 @@ class CapacityMoE(MoEModule):
     """
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    any_router = True
 
     def __init__(
         self,
@@ -66,8 +68,10 @@ class CapacityMoE(MoEModule):
         drop_policy: str = "by_gate",
         device: Any = None,
         dtype: torch.dtype | None = None,
+        router: Router | str | None = None,
+        shared: Shared | None = None,
     ):
-        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype, router=router, shared=shared)
         capacity.check_options(capacity_factor, drop_policy)
         self.capacity_factor, self.drop_policy = capacity_factor, drop_policy
         self.dropped_slots: Tensor | None = None
@@ -75,7 +79,7 @@ class CapacityMoE(MoEModule):
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         E = weights.wg.shape[1]
-        routing = oracle.route(x, weights.wg, self.k, self.renormalize, topk_experts)
+        routing = self.route(x, weights.wg, topk_experts)
         rows_of_expert = self._rows_of_expert(routing.topk_experts, E)
         capacity.check_capacity(rows_of_expert, E)
         bins = fill(routing, E, rows_of_expert, self.drop_policy)
@@ -84,7 +88,13 @@ class CapacityMoE(MoEModule):
         out = combine(y, bins, routing.gates)  # (L, d)
         lost = bins.rows == EMPTY  # (L, k)
         self.dropped_slots, self.lost_tokens = lost.sum(), lost.all(dim=1).sum()
-        return MoEOutput(out, *router_losses(routing, bins.lengths), routing.topk_experts.int())
+        return MoEOutput(out, *routers.router_losses(routing, bins.lengths), routing.topk_experts.int())
+
+    def _checked_router(self, router: Router | str | None, renormalize: bool, num_experts: int) -> Router:
+        checked = super()._checked_router(router, renormalize, num_experts)
+        if checked.weighs != "output":
+            raise ValueError(f"weighs is {checked.weighs!r}, but {type(self).__name__} takes 'output' alone")
+        return checked
 
     def _rows_of_expert(self, topk_experts: Tensor, num_experts: int) -> int:
         """C for this choice (L, k) of experts."""
@@ -115,8 +125,11 @@ class DynamicCapacityMoE(CapacityMoE):
         renormalize: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        router: Router | str | None = None,
+        shared: Shared | None = None,
     ):
-        super().__init__(d, h, E, k, activation, renormalize, capacity.MAX, device=device, dtype=dtype)
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "router": router, "shared": shared}
+        super().__init__(d, h, E, k, activation, renormalize, capacity.MAX, **options)
 
 
 # Who has which row ----------------------------------------------------------------------------------------------------
@@ -184,14 +197,3 @@ def combine(y: Tensor, bins: Bins, gates: Tensor) -> Tensor:
     """The gate-weighted sum (L, d) of each token's rows of y (E, C, d)."""
     taken = _take(y.flatten(0, 1), bins.rows)  # (L, k, d)
     return (gates.to(y.dtype)[:, None] @ taken)[:, 0]
-
-
-def router_losses(routing: oracle.Routing, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The load-balancing loss and the router z-loss; unlike the oracle's, 0 for no tokens.
-
-    Balanced is what the router asks for: dropped slots count, or a full expert would look like a popular one.
-    """
-    tokens, num_experts = max(routing.probs.shape[0], 1), lengths.numel()
-    share = lengths.to(routing.probs.dtype) / max(routing.topk_experts.numel(), 1)  # (E,)
-    balance = num_experts * (share * routing.probs.sum(dim=0)).sum() / tokens
-    return balance, torch.logsumexp(routing.logits, dim=-1).square().sum() / tokens

@@ -43,7 +43,8 @@ def graphed(layer: MoELayer, x: Tensor) -> MoELayer:
     Raises
     ------
     ValueError, TypeError
-        If the layer or x is not as above, or as the layer raises.
+        If the layer or x is not as above, has another router than the softmax or a shared expert, or as the layer
+        raises.
     RuntimeError
         If a capture fails. The layer then launches its kernels as before.
 
@@ -57,6 +58,8 @@ def graphed(layer: MoELayer, x: Tensor) -> MoELayer:
     """
     if not isinstance(layer, MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}, but only a MoELayer can be graphed")
+    if not layer.router.plain or layer.shared_expert is not None:
+        raise ValueError("a layer with another router than a softmax, or with a shared expert, cannot be graphed")
     checks.check_type("x", x, Tensor)
     if x.device.type != "cuda":
         raise ValueError(f"x is on {x.device}, but CUDA graphs need a CUDA device")

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
-from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.arrays import address_of, has_values
 from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import Array
-from moeblaze_ref.nn import torch_node
-from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights, either
-from moeblaze_ref.nn.torch_node import Backward, Forward, System, aligned, has_backward
-from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
+from moeblaze_ref.nn import routers, torch_node, torch_operands
+from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights
+from moeblaze_ref.nn.torch_experts import ExpertOperands, RoutedByCaller
+from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
+from moeblaze_ref.nn.torch_operands import DTYPES as DTYPES
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import MoEWeights
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from moeblaze_ref.nn.torch_graphs import LayerGraphs  # which imports this module
 
 log = logging.getLogger(__name__)
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class MoEOutput(NamedTuple):
@@ -87,20 +85,21 @@ class MoEModule(RoutedExperts):
 
     def launch(self, x: Tensor, weights: Weights, topk_experts: Tensor | None = None) -> MoEOutput:
         """`forward` with wg, w1, w2 and w3 in place of the layer's own, without hooks and graphs."""
-        checks.check_type("x", x, Tensor)
-        if transforms_active() or tracing():
-            refuse_transform(type(self).__name__)
-        _check_tensors(x, weights, self)
-        tokens, operands = _cast(x, weights)
-        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
-        if [tensor for tensor in (rows, *operands) if tensor is not None and address_of(tensor) % ALIGNMENT]:
-            rows, operands = aligned(rows), [None if w is None else aligned(w) for w in operands]
+        name = type(self).__name__
+        torch_operands.check_call(x, name)
+        named = dict(zip(MoEWeights._fields, weights, strict=True))
+        torch_operands.check_kinds(x, named, name, self.dtypes)
+        _check_shapes(*weights)
+        torch_operands.check_width(x, weights[0].shape[0])
+        tokens, operands = torch_operands.cast(x, named)
+        rows = torch_operands.aligned(torch_operands.rows_of(tokens))
+        operands = [None if w is None else torch_operands.aligned(w.contiguous()) for w in operands]
         checks.check_routed_rows(rows.shape[0], self.k)
         replayed = _next_routing(rows.shape[0], self.k)
         topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
         result = self._run(rows, MoEWeights(*operands), topk_experts)
         _remember_routing(result.topk_experts)
-        return result._replace(out=result.out.reshape(x.shape))
+        return result._replace(out=self.with_shared(rows, result.out).reshape(x.shape))
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         """The output for checked tokens x (L, d), contiguous like the weights and of their dtype."""
@@ -128,12 +127,18 @@ class KernelMoE(MoEModule):
         checks.check_kernel_limits(sizes["E"], sizes["k"])
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
-        system, name = self._system(x, weights), type(self).__name__
-        outputs, executor = torch_node.run(system, name, x, weights, topk_experts)
+        return MoEOutput(*self._on_kernels(self._system(x, weights), x, weights, topk_experts))
+
+    def _on_kernels(
+        self, system: System, x: Tensor, operands: torch_node.Operands, topk_experts: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Run a system as one node, and note what ran it."""
+        name = type(self).__name__
+        outputs, executor = torch_node.run(system, name, x, operands, topk_experts)
         if executor != self.executor:
             log.info("%s(%s) runs on %s", name, self.extra_repr(), executor)
             self.executor = executor
-        return MoEOutput(*outputs)
+        return outputs
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
         """Return the system that runs x."""
@@ -145,8 +150,9 @@ class MoELayer(KernelMoE):
 
     Parameters
     ----------
-    d, h, E, k, activation, renormalize, device, dtype
-        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
+    d, h, E, k, activation, renormalize, device, dtype, router, shared
+        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16. Kernels compute the softmax router, plain
+        torch each other router and the shared expert.
     policy : str
         What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
     version : str, optional
@@ -179,6 +185,8 @@ class MoELayer(KernelMoE):
     MoEBlaze, sections 3 and 5.
     """
 
+    any_router = True
+
     def __init__(
         self,
         d: int,
@@ -191,8 +199,10 @@ class MoELayer(KernelMoE):
         version: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        router: Router | str | None = None,
+        shared: Shared | None = None,
     ):
-        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype, router=router, shared=shared)
         self.policy = checks.check_name("policy", policy, POLICIES)
         self.version = (
             version if version is None else checks.check_name("version of layer", version, raw_layer.VERSIONS)
@@ -206,9 +216,25 @@ class MoELayer(KernelMoE):
             raise ValueError("a graphed layer chooses the experts itself: it takes no topk_experts and no keep_routing")
         return self.graphs(x, self.weights)
 
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        if self.router.plain:
+            return super()._run(x, weights, topk_experts)
+        routing = self.route(x, weights.wg, topk_experts)
+
+        def run(rows: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+            operands = ExpertOperands(*weights[1:], gates)
+            system = RoutedByCaller(self.activation, self._policy_for(rows, operands), self.version)
+            return self._on_kernels(system, rows, operands, chosen.int())[0]
+
+        out = routers.weighed(x, routing, self.router, run)
+        loads = routers.loads_of(routing.topk_experts, weights.wg.shape[1])
+        return MoEOutput(out, *routers.router_losses(routing, loads), routing.topk_experts.int())
+
+    def _policy_for(self, x: Tensor, operands: torch_node.Operands) -> str:
+        return self.policy if has_backward(x, operands) else "inputs"
+
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
-        policy = self.policy if has_backward(x, weights) else "inputs"
-        return _MoEBlaze(self.k, self.activation, policy, self.renormalize, self.version)
+        return _MoEBlaze(self.k, self.activation, self._policy_for(x, weights), self.renormalize, self.version)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
@@ -244,23 +270,6 @@ class _MoEBlaze(NamedTuple):
 # ---- checks --------------------------------------------------------------------------------
 
 
-def _check_tensors(x: Tensor, weights: Weights, layer: MoEModule) -> None:
-    """Everything lies on one device and has a dtype that the layer computes in; the shape of x fits."""
-    if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"x is on {x.device}, but {type(layer).__name__} runs on cuda or cpu")
-    for name, tensor in zip(("x", *MoEWeights._fields), (x, *weights), strict=True):
-        if tensor is None:
-            continue
-        if tensor.dtype not in layer.dtypes:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {either(layer.dtypes)}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
-    _check_shapes(*weights)
-    width = weights[0].shape[0]
-    if x.ndim == 0 or x.shape[-1] != width:
-        raise ValueError(f"x has shape {tuple(x.shape)}, but it must be (..., d={width})")
-
-
 def _check_shapes(wg: Tensor, w1: Tensor, w2: Tensor | None, w3: Tensor) -> None:
     """The weights fit each other; a rank may have fewer experts than its router knows."""
     checks.check_shape("wg", wg, {"d": None, "E": None})
@@ -272,28 +281,12 @@ def _check_shapes(wg: Tensor, w1: Tensor, w2: Tensor | None, w3: Tensor) -> None
     checks.check_shape("w3", w3, {"E": E, "h": h, "d": d})
 
 
-def _cast(x: Tensor, weights: Weights) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """x and the weights, contiguous, in autocast's dtype where that is on; autograd casts their gradients back."""
-    device = x.device.type
-    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
-    dtype = torch.get_autocast_dtype(device) if casts else x.dtype
-    for name, weight in zip(MoEWeights._fields, weights, strict=True):
-        if weight is not None and weight.dtype != dtype and not casts:
-            raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
-    return x.to(dtype), tuple([None if w is None else w.to(dtype).contiguous() for w in weights])
-
-
 def _checked_routing(topk_experts: Tensor, x: Tensor, layer: MoEModule) -> Tensor:
-    """A routing given by the caller: this is the one place that looks at its values, if there are any."""
-    checks.check_type("topk_experts", topk_experts, Tensor)
-    if topk_experts.dtype != torch.int32:
-        raise TypeError(f"topk_experts has dtype {topk_experts.dtype}, but it must be torch.int32")
-    if topk_experts.device != x.device:
-        raise ValueError(f"topk_experts is on {topk_experts.device}, but x is on {x.device}")
-    checks.check_shape("topk_experts", topk_experts, {"L": x.numel() // x.shape[-1], "k": layer.k})
-    if has_values(x):
-        checks.check_topk_experts(topk_experts.cpu().numpy(), layer.wg.shape[1])
-    return topk_experts.contiguous()
+    """A routing given by the caller."""
+    num_experts = layer.wg.shape[1]
+    routing = torch_operands.checked_routing("topk_experts", topk_experts, x, layer.k, num_experts, (torch.int32,))
+    checks.check_array("topk_experts", topk_experts, rank=2, dtypes=("int32",))  # contiguous
+    return routing
 
 
 # ---- routing that survives activation checkpointing ------------------------------------------

@@ -10,22 +10,27 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
-from moeblaze_ref.core.arrays import address_of, has_values
+from moeblaze_ref.core.arrays import has_values
 from moeblaze_ref.core.structures import Array
+from moeblaze_ref.nn.torch_operands import aligned
 from moeblaze_ref.nn.torch_transforms import check_backward, refuse_forward_mode
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
-from moeblaze_ref.systems.layer import MoEWeights
+
+# A NamedTuple of what a system takes besides x: tensors or None. Each has a gradient, ``d_`` and its name.
+Operands = Any
 
 
 class Forward(NamedTuple):
-    """What a system's forward returns."""
+    """What a system's forward returns.
+
+    A system without a router has no losses, and no choice of its own.
+    """
 
     out: Tensor  # (L, d)
-    load_balancing_loss: Tensor  # () float32
-    router_z_loss: Tensor  # () float32
-    topk_experts: Tensor  # (L, k) int32
-    saved: dict[str, Tensor]  # for the backward, by name, besides x and the weights
+    load_balancing_loss: Tensor | None  # () float32
+    router_z_loss: Tensor | None  # () float32
+    topk_experts: Tensor | None  # (L, k) int32
+    saved: dict[str, Tensor]  # for the backward, by name, besides x and the operands
     counts: Any = None  # numbers of the host for the backward
 
 
@@ -35,7 +40,7 @@ class Backward(NamedTuple):
     d_out: Array  # (L, d), contiguous
     d_losses: dict[str, Array]  # d_load_balancing_loss and d_router_z_loss, where they are not zero
     x: Array  # (L, d)
-    weights: MoEWeights
+    weights: Operands  # of the type that the forward was given
     arrays: dict[str, Array]  # what the forward saved; a float that leaves the dict is freed, if this is the last
     counts: Any  # as the forward returned them
     wanted: set[str]  # names of gradients
@@ -45,15 +50,15 @@ class Backward(NamedTuple):
 class System(Protocol):
     """A layer's kernels, forward and backward, on the arrays of a bridge that is running."""
 
-    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
-        """Run the layer on x (L, d), with a routing (L, k) to replay or None."""
+    def forward(self, bridge: Bridge, x: Array, weights: Operands, topk_experts: Array | None) -> Forward:
+        """Run the layer on x (L, d), with a routing (L, k) that is given or None."""
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
-        """Return d_x, d_wg, d_w1, d_w2 and d_w3; None for each that is not wanted."""
+        """Return d_x and the gradient of each operand, such as d_wg; None for each that is not wanted."""
 
 
 def run(
-    system: System, layer: str, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None
+    system: System, layer: str, x: Tensor, weights: Operands, topk_experts: Tensor | None
 ) -> tuple[Sequence[Tensor], str]:
     """Run a system as one node.
 
@@ -63,20 +68,21 @@ def run(
     layer : str
         The name of the layer, for messages.
     x : Tensor (L, d)
-    weights : MoEWeights
-        Of tensors; like x they are contiguous, of one dtype, and begin at multiples of 16 bytes.
+    weights : Operands
+        Such as `MoEWeights`. Like x the weights are contiguous, of one dtype, and begin at multiples of 16 bytes.
     topk_experts : Tensor (L, k) int32 or None
-        A routing to replay.
+        A routing that is given, such as one to replay.
 
     Returns
     -------
     outputs : sequence of Tensor
-        The output, the load-balancing loss, the router z-loss and the choice of experts.
+        The output, the load-balancing loss, the router z-loss and the choice of experts; None where the system has
+        none.
     executor : str
         The name of the executor that ran the kernels.
     """
     bridge = _bridge_of(x)
-    outputs = _Node.apply(system, layer, bridge, x, *weights, topk_experts)  # type: ignore[no-untyped-call]
+    outputs = _Node.apply(system, layer, bridge, type(weights), topk_experts, x, *weights)  # type: ignore[no-untyped-call]
     return outputs, bridge.executor.name
 
 
@@ -89,33 +95,35 @@ def _bridge_of(x: Tensor) -> Bridge:
     return FakeBridge(x)
 
 
-def has_backward(x: Tensor, weights: MoEWeights) -> bool:
+def has_backward(x: Tensor, weights: Operands) -> bool:
     """Return True if autograd will want a gradient of one of a node's tensors."""
     return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *weights) if t is not None])
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if its address is not a multiple of 16 bytes."""
-    return tensor if address_of(tensor) % ALIGNMENT == 0 else tensor.clone()
-
-
 _LOSSES = ("d_load_balancing_loss", "d_router_z_loss")
-_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))
 
 
 class _Node(torch.autograd.Function):
-    """The node; ``others`` are wg, w1, w2, w3, and a routing to replay or None."""
+    """The node; ``kind`` is the type of the operands."""
 
     @staticmethod
     def forward(
-        ctx: Any, system: System, layer: str, bridge: Bridge, x: Tensor, *others: Tensor | None
-    ) -> tuple[Tensor, ...]:
+        ctx: Any,
+        system: System,
+        layer: str,
+        bridge: Bridge,
+        kind: type[Any],
+        topk_experts: Tensor | None,
+        x: Tensor,
+        *operands: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         with bridge.running():
-            array, *weights, replayed = bridge.arrays([x, *others])
-            *outputs, saved, ctx.counts = system.forward(bridge, array, MoEWeights(*weights), replayed)
-        ctx.system, ctx.layer, ctx.bridge, ctx.names = system, layer, bridge, tuple(saved)
-        ctx.save_for_backward(x, *others[:4], *saved.values())
-        ctx.mark_non_differentiable(outputs[3])
+            routing, array, *weights = bridge.arrays([topk_experts, x, *operands])
+            *outputs, saved, ctx.counts = system.forward(bridge, array, kind(*weights), routing)
+        ctx.system, ctx.layer, ctx.bridge, ctx.kind, ctx.names = system, layer, bridge, kind, tuple(saved)
+        ctx.save_for_backward(x, *operands, *saved.values())
+        if outputs[3] is not None:
+            ctx.mark_non_differentiable(outputs[3])
         ctx.set_materialize_grads(False)  # an output without a gradient costs nothing
         return tuple(outputs)
 
@@ -125,19 +133,23 @@ class _Node(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         d_out, d_balance, d_z, _ = d_outputs
         d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
-        wanted = {name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[3:8], strict=True) if needed}
+        names = ("x", *ctx.kind._fields)
+        wanted = {f"d_{name}" for name, needed in zip(names, ctx.needs_input_grad[5:], strict=True) if needed}
         last = not torch._C._autograd._get_current_graph_task_keep_graph()  # without retain_graph no other can follow
         bridge = ctx.bridge
         with bridge.running():
-            d_out, d_balance, d_z, x, wg, w1, w2, w3, *saved = bridge.arrays([d_out, d_balance, d_z, x, *tensors])
+            count = len(ctx.kind._fields)
+            d_out, d_balance, d_z, x, *others = bridge.arrays([d_out, d_balance, d_z, x, *tensors])
+            weights, saved = ctx.kind(*others[:count]), others[count:]
+            del others
             if last:
-                _release(tensors[4:])
+                _release(tensors[count:])
             d_losses = {name: d for name, d in zip(_LOSSES, (d_balance, d_z), strict=True) if d is not None}
             arrays = dict(zip(ctx.names, saved, strict=True))
             del saved  # the system frees what it takes out of the dict
-            given = Backward(d_out, d_losses, x, MoEWeights(wg, w1, w2, w3), arrays, ctx.counts, wanted, last)
+            given = Backward(d_out, d_losses, x, weights, arrays, ctx.counts, wanted, last)
             gradients = ctx.system.backward(bridge, given)
-            return None, None, None, *bridge.tensors(gradients), None
+            return *[None] * 5, *bridge.tensors(gradients)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:

@@ -6,8 +6,7 @@ Source: MegaBlocks (arXiv 2211.15841), appendix A and figure 10, whose baseline 
 import torch
 from torch import Tensor
 
-from moeblaze_ref.nn import oracle
-from moeblaze_ref.nn.torch_capacity import router_losses
+from moeblaze_ref.nn import oracle, routers
 from moeblaze_ref.nn.torch_layer import MoEModule, MoEOutput
 from moeblaze_ref.systems.layer import MoEWeights
 
@@ -28,17 +27,27 @@ class SequentialMoE(MoEModule):
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
+    any_router = True
+
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
-        routing = oracle.route(x, weights.wg, self.k, self.renormalize, topk_experts)
-        gates, out = routing.gates.to(x.dtype), torch.zeros_like(x)
-        lengths = []
-        for expert in range(weights.wg.shape[1]):
-            token, choice = (routing.topk_experts == expert).nonzero(as_tuple=True)  # here the host waits
-            rows = x[token]  # (n, d)
-            a = rows @ weights.w1[expert]  # (n, h)
-            b = None if weights.w2 is None else rows @ weights.w2[expert]  # (n, h)
-            y = oracle.activate(a, b, self.activation) @ weights.w3[expert]  # (n, d)
-            out = out.index_add(0, token, y * gates[token, choice, None])
-            lengths.append(token.numel())
-        losses = router_losses(routing, torch.tensor(lengths, device=x.device))
-        return MoEOutput(out, *losses, routing.topk_experts.int())
+        routing = self.route(x, weights.wg, topk_experts)
+
+        def run(rows: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+            return _one_after_another(rows, chosen, gates.to(x.dtype), weights, self.activation)
+
+        out = routers.weighed(x, routing, self.router, run)
+        loads = routers.loads_of(routing.topk_experts, weights.wg.shape[1])
+        return MoEOutput(out, *routers.router_losses(routing, loads), routing.topk_experts.int())
+
+
+def _one_after_another(x: Tensor, chosen: Tensor, gates: Tensor, weights: MoEWeights, activation: str) -> Tensor:
+    """The gate-weighted sum (L, d) of the chosen (L, k) experts' outputs."""
+    out = torch.zeros_like(x)
+    for expert in range(weights.wg.shape[1]):
+        token, choice = (chosen == expert).nonzero(as_tuple=True)  # here the host waits
+        rows = x[token]  # (n, d)
+        a = rows @ weights.w1[expert]  # (n, h)
+        b = None if weights.w2 is None else rows @ weights.w2[expert]  # (n, h)
+        y = oracle.activate(a, b, activation) @ weights.w3[expert]  # (n, d)
+        out = out.index_add(0, token, y * gates[token, choice, None])
+    return out

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import take_columns
@@ -73,6 +73,22 @@ class MoEWeights(NamedTuple):
     w1: Array  # (E, d, h)
     w2: Array | None  # (E, d, h); None for the ungated activations
     w3: Array  # (E, h, d)
+
+
+class ExpertWeights(Protocol):
+    """What the experts' half of a layer takes of its weights, such as `MoEWeights`."""
+
+    @property
+    def w1(self) -> Array:
+        """(E, d, h)."""
+
+    @property
+    def w2(self) -> Array | None:
+        """(E, d, h); None for the ungated activations."""
+
+    @property
+    def w3(self) -> Array:
+        """(E, h, d)."""
 
 
 class RouterStage(NamedTuple):
@@ -413,12 +429,12 @@ def _gates_of(probs: Array, topk_experts: Array, renormalize: bool) -> Array:
 
 
 def run_experts(
-    stages: Stages, x: Array, weights: MoEWeights, dispatch: Dispatch, gates: Array, activation: str, policy: str
+    stages: Stages, x: Array, weights: ExpertWeights, dispatch: Dispatch, gates: Array, activation: str, policy: str
 ) -> tuple[Array, dict[str, Array]]:
     """The half of the forward after the router: every token through its experts.
 
-    The weights are those of the Dispatch's experts; wg is not looked at. A partial Dispatch gives the sums of the rows
-    that are here. The gates are (L, k) float32. The other arguments are as in `FORWARD`.
+    The weights are those of the Dispatch's experts. A partial Dispatch gives the sums of the rows that are here. The
+    gates are (L, k) float32. The other arguments are as in `FORWARD`.
 
     Returns
     -------
@@ -483,7 +499,7 @@ def expert_gradients(
     stages: Stages,
     d_out: Array,
     saved: Saved,
-    weights: MoEWeights,
+    weights: ExpertWeights,
     overwrite: bool = False,
     wanted: Collection[str] = Gradients._fields,
 ) -> Gradients:
@@ -513,7 +529,7 @@ def expert_gradients(
     return Gradients(d_x, None, d_w1, d_w2, d_w3, d_gates)
 
 
-def _rebuild(stages: Stages, saved: Saved, weights: MoEWeights) -> tuple[Array, Array | None, Array | None]:
+def _rebuild(stages: Stages, saved: Saved, weights: ExpertWeights) -> tuple[Array, Array | None, Array | None]:
     """a, b and y_swi: kept ones as they are, or a and b computed again; the backward rebuilds y_swi from those two."""
     kept, names = saved.intermediates, intermediates(saved.policy, saved.activation)
     if not names:

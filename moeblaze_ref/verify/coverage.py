@@ -94,6 +94,8 @@ _FILES = {"torch_layer": "layer", "torch_block_sparse": "block_sparse", "torch_m
 ELSEWHERE = {
     "device": "the backend is the device",
     "hosted": "of expert parallelism, which has tests of its own",
+    "router": "tests compare layers of each router with transformers' blocks",
+    "shared": "tests compare layers with a shared expert with transformers' blocks",
     "stores": "the layer's policies choose it",
     "y_swi": "the layer's policies choose it",
 }

@@ -38,8 +38,8 @@ def forward(logits, k, renormalize=False):
     return Gating(probs, topk_experts, gates)
 
 
-def _softmax_backward(d_probs, probs):
-    """Gradient through the softmax of a row; all (L, E), or (L, k) over the chosen."""
+@implements(stage_contracts.SOFTMAX_BACKWARD, ARRAYS)
+def softmax_backward(d_probs, probs):
     mean = (d_probs * probs).sum(axis=1, keepdims=True)  # (L, 1)
     return probs * (d_probs - mean)
 
@@ -57,10 +57,10 @@ def _gates_backward(d_gates, logits, probs, topk_experts, renormalize):
     into_row = np.zeros_like(probs)  # (L, E)
     if renormalize:
         gates = softmax.unchecked(np.take_along_axis(logits, topk_experts, axis=1))  # (L, k)
-        np.put_along_axis(into_row, topk_experts, _softmax_backward(d_gates, gates), axis=1)
+        np.put_along_axis(into_row, topk_experts, softmax_backward.unchecked(d_gates, gates), axis=1)
         return into_row
     np.put_along_axis(into_row, topk_experts, d_gates, axis=1)
-    return _softmax_backward(into_row, probs)
+    return softmax_backward.unchecked(into_row, probs)
 
 
 def _expert_share(probs, topk_experts):
@@ -81,7 +81,7 @@ def load_balancing_loss_backward(probs, topk_experts, d_loss=1.0):
     num_tokens, num_experts = probs.shape
     scale = float(d_loss) * num_experts / max(num_tokens, 1)
     d_probs = np.broadcast_to(scale * _expert_share(probs, topk_experts), probs.shape)  # (L, E), every row alike
-    return _softmax_backward(d_probs, probs)
+    return softmax_backward.unchecked(d_probs, probs)
 
 
 def _logsumexp(logits):

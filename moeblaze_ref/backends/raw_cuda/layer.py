@@ -10,7 +10,7 @@ from moeblaze_ref.core.contract import bodies, implements
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime import Executor, executor_for
 from moeblaze_ref.systems import layer
-from moeblaze_ref.systems.layer import Gradients, LayerOutput, MoEWeights, Saved, Stages
+from moeblaze_ref.systems.layer import ExpertWeights, Gradients, LayerOutput, MoEWeights, Saved, Stages
 
 # Of both projections; the other stages run their default version. "as_printed" is the default version, but for the
 # output.
@@ -68,7 +68,7 @@ def backward(
     return layer.backward(stages, d_out, saved, weights, *d_losses, overwrite, wanted)
 
 
-def stages_for(x: Array, weights: MoEWeights, executor: Executor, version: str | None = None) -> Stages:
+def stages_for(x: Array, weights: ExpertWeights, executor: Executor, version: str | None = None) -> Stages:
     """The stages without their checks, with the executor and the version already chosen."""
     summed = version in expert_down.SUMMED_VERSIONS
     if version is None or summed:

@@ -17,6 +17,7 @@ from moeblaze_ref.backends.numpy_ref import (
     gating,
     layer,
     router,
+    routers,
 )
 from moeblaze_ref.core import documents
 from moeblaze_ref.core.contract import Contract, Structure, Tensor, Value
@@ -24,7 +25,7 @@ from moeblaze_ref.core.paths import DOCS
 
 DOCUMENT = DOCS / "notation.md"
 STAGES = (
-    router, gating, dispatch, expert_up, activation, expert_down, combine, layer, block_sparse, capacity,
+    router, gating, routers, dispatch, expert_up, activation, expert_down, combine, layer, block_sparse, capacity,
 )  # fmt: skip
 
 

@@ -1,0 +1,86 @@
+"""What a torch layer does with its operands before a kernel runs: checks, autocast, rows, alignment."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.arrays import address_of, has_values
+from moeblaze_ref.nn.routed_experts import either
+from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels compute in
+
+Named = Mapping[str, Tensor | None]  # operands by the names that messages have
+
+
+def check_call(x: Tensor, owner: str) -> None:
+    """x is a tensor, and no transform runs under which the ``owner`` (a layer's name) cannot."""
+    checks.check_type("x", x, Tensor)
+    if transforms_active() or tracing():
+        refuse_transform(owner)
+
+
+def check_kinds(x: Tensor, weights: Named, owner: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Everything lies on one device that the owner runs on, and has a dtype that it computes in."""
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"x is on {x.device}, but {owner} runs on cuda or cpu")
+    for name, tensor in ("x", x), *weights.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {either(dtypes)}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
+
+
+def check_width(x: Tensor, width: int) -> None:
+    """x is (..., d)."""
+    if x.ndim == 0 or x.shape[-1] != width:
+        raise ValueError(f"x has shape {tuple(x.shape)}, but it must be (..., d={width})")
+
+
+def cast(x: Tensor, weights: Named) -> tuple[Tensor, list[Tensor | None]]:
+    """x and the weights in autocast's dtype where that is on; autograd casts their gradients back."""
+    device = x.device.type
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
+    dtype = torch.get_autocast_dtype(device) if casts else x.dtype
+    for name, weight in weights.items():
+        if weight is not None and weight.dtype != dtype and not casts:
+            raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
+    return x.to(dtype), [None if w is None else w.to(dtype) for w in weights.values()]
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x (..., d) as contiguous rows (L, d)."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether a kernel that moves 16 bytes at a time can begin where the tensor does."""
+    return address_of(tensor) % ALIGNMENT == 0
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied if its address is not a multiple of 16 bytes."""
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
+def checked_routing(
+    name: str, experts: Tensor, x: Tensor, k: int | None, num_experts: int, dtypes: tuple[torch.dtype, ...]
+) -> Tensor:
+    """A routing (L, k) given by the caller, as int32: this is the one place that looks at its values, if there are any.
+
+    ``k`` is None if the routing itself says it.
+    """
+    checks.check_type(name, experts, Tensor)
+    if experts.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {experts.dtype}, but it must be {either(dtypes)}")
+    if experts.device != x.device:
+        raise ValueError(f"{name} is on {experts.device}, but x is on {x.device}")
+    checks.check_shape(name, experts, {"L": x.numel() // x.shape[-1], "k": k})
+    if has_values(x):
+        checks.check_choice(name, experts.cpu().numpy(), num_experts)
+    return experts.to(torch.int32).contiguous()

@@ -1,0 +1,442 @@
+"""Experts whose routing the caller gives: every gradient against plain torch in float64, and what they refuse."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from over_tensors import BridgeOverTensors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch_layers import all_equal, make_layer, make_x
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
+from moeblaze_ref.memory import measure
+from moeblaze_ref.nn import experts, oracle, torch_node
+from moeblaze_ref.runtime import torch_bridge
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import relative_error
+
+D, H, E, K, L = 16, 24, 5, 3, 37  # no tile divides L
+
+
+@dataclass
+class Inputs:
+    """What a call takes, its leaves ready for gradients."""
+
+    x: torch.Tensor
+    gate_up: tuple | torch.Tensor
+    down: torch.Tensor
+    topk_index: torch.Tensor
+    topk_weights: torch.Tensor
+
+    def leaves(self):
+        up = self.gate_up if isinstance(self.gate_up, tuple) else (self.gate_up,)
+        return [self.x, *up, self.down, self.topk_weights]
+
+    def call(self, **options):
+        return experts(self.x, self.gate_up, self.down, self.topk_index, self.topk_weights, **options)
+
+
+def make(activation="swiglu", tokens=L, k=K, E=E, d=D, h=H, dtype=torch.float32, weights_dtype=torch.float32, ids=None):
+    """Inputs of order one; every token has k experts at random, or the ids given."""
+    generator = torch.Generator().manual_seed(tokens + 7 * k)
+
+    def leaf(*shape, fan_in=1, dtype=dtype):
+        return (torch.randn(*shape, generator=generator) * fan_in**-0.5).to(dtype).requires_grad_()
+
+    chosen = torch.rand(tokens, E, generator=generator).argsort(1)[:, :k] if ids is None else ids
+    up = tuple(leaf(E, d, h, fan_in=d) for _ in range(1 + is_gated(activation)))
+    down, weights = leaf(E, h, d, fan_in=h), leaf(*chosen.shape, dtype=weights_dtype)
+    return Inputs(leaf(tokens, d), up if len(up) == 2 else up[0], down, chosen, weights)
+
+
+def plain(x, w1, w2, w3, topk_index, topk_weights, activation):
+    """The definition, token by token and slot by slot, in plain torch; w2 is None for the ungated activations."""
+    out = torch.zeros_like(x)
+    for j in range(topk_index.shape[1]):
+        chosen = topk_index[:, j].long()
+        a, b = [None if w is None else torch.einsum("ld,ldh->lh", x, w[chosen]) for w in (w1, w2)]
+        y = torch.einsum("lh,lhd->ld", oracle.activate(a, b, activation), w3[chosen])
+        out = out + topk_weights[:, j, None].to(y.dtype) * y
+    return out
+
+
+def step(out, leaves, d_out=None):
+    """The output and every gradient, by the names of the leaves' order."""
+    d_out = torch.linspace(-1.0, 1.0, out.numel()).reshape(out.shape).to(out.dtype) if d_out is None else d_out
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def expected(inputs, activation, dtype):
+    """The same of plain torch in a dtype, of the same values."""
+    x, *up, w3, weights = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs.leaves()]
+    w1, w2 = up if len(up) == 2 else (up[0], None)
+    out = plain(x, w1, w2, w3, inputs.topk_index, weights, activation)
+    return step(out, [x, *up, w3, weights])
+
+
+def as_arrays(tensors):
+    return {str(number): tensor.double().numpy() for number, tensor in enumerate(tensors)}
+
+
+def assert_right(found, inputs, activation="swiglu"):
+    """The output and each gradient are as near to float64 as the bound of x's dtype says, and of their leaf's dtype."""
+    dtype = str(inputs.x.dtype).removeprefix("torch.")
+    exact, baseline = [as_arrays(expected(inputs, activation, t)) for t in (torch.float64, inputs.x.dtype)]
+    results = as_arrays(found)
+    for name, array in results.items():
+        error, bound = relative_error(array, exact[name]), comparisons.bound_of(name, exact, dtype, baseline)
+        assert error <= bound, (name, error, bound)
+    assert [t.dtype for t in found[1:]] == [leaf.dtype for leaf in inputs.leaves()]
+
+
+def check(inputs, activation="swiglu", **options):
+    found = step(inputs.call(activation=activation, **options), inputs.leaves())
+    assert_right(found, inputs, activation)
+    return found
+
+
+# Against float64
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_policy_gives_the_right_gradients_and_the_same_bits(activation):
+    inputs = make(activation)
+    first, *others = [check(inputs, activation, policy=policy) for policy in POLICIES]
+    for other in others:
+        assert all_equal(other, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_narrow_types(dtype, weights_dtype):
+    check(make(dtype=dtype, weights_dtype=weights_dtype))
+
+
+@pytest.mark.parametrize("version", ["1_naive", "2_tiled", "3_mma_tf32"])
+def test_a_version_by_name(version):
+    inputs = make()
+    found = as_arrays(step(inputs.call(version=version), inputs.leaves()))
+    exact = as_arrays(expected(inputs, "swiglu", torch.float64))
+    bound = comparisons.BOUNDS["tf32 twice" if version == "3_mma_tf32" else "float32"]
+    assert max(relative_error(found[name], exact[name]) for name in exact) <= bound
+
+
+HARD = {
+    "one token": {"tokens": 1},
+    "one expert a token": {"k": 1},
+    "every expert": {"k": E},
+    "one expert": {"E": 1, "k": 1},
+    "all to one expert": {"ids": torch.full((L, 1), 3)},
+    "experts without tokens": {"ids": torch.tensor([[4, 1]] * L)},
+    "prime widths": {"d": 13, "h": 7},
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hard_routings(name, dtype):
+    check(make(dtype=dtype, **HARD[name]))
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zeros():
+    inputs = make(ids=torch.tensor([[4, 1]] * L))
+    _, _, *of_weights, _ = check(inputs)
+    for gradient in of_weights:
+        assert not gradient[[0, 2, 3]].any() and gradient[[1, 4]].any()
+
+
+def test_no_tokens():
+    inputs = make(tokens=0)
+    out, d_x, *of_weights, d_weights = step(inputs.call(), inputs.leaves())
+    assert out.shape == d_x.shape == (0, D) and d_weights.shape == (0, K)
+    assert not any(gradient.any() for gradient in of_weights)
+
+
+def test_the_layer_is_its_router_and_these_experts():
+    """Bit for bit, in the output and in each gradient of the experts."""
+    layer, x = make_layer(), make_x()
+    result = layer(x)
+    gates = torch.softmax(x.detach() @ layer.wg.detach(), -1).gather(1, result.topk_experts.long())
+    found = experts(x, (layer.w1, layer.w2), layer.w3, result.topk_experts, gates)
+    weights = [layer.w1, layer.w2, layer.w3]
+    gates_agree = torch.allclose(found, result.out, rtol=1e-5, atol=1e-6)  # torch's softmax has other roundings
+    assert gates_agree
+    of_layer, of_experts = [step(out, weights)[1:] for out in (result.out, found)]
+    for mine, theirs in zip(of_experts, of_layer, strict=True):
+        assert relative_error(mine, theirs) < 1e-6
+
+
+def test_ids_of_both_widths_give_the_same():
+    inputs = make()
+    narrow = replace(inputs, topk_index=inputs.topk_index.int())
+    assert all_equal(step(narrow.call(), inputs.leaves()), step(inputs.call(), inputs.leaves()))
+
+
+# Torch's machinery
+
+
+def test_two_backwards_of_one_graph_and_of_two():
+    inputs = make()
+    first = step(inputs.call(), inputs.leaves())
+    out = inputs.call()
+    d_out = torch.linspace(-1.0, 1.0, out.numel()).reshape(out.shape)
+    for _ in range(2):
+        assert all_equal(torch.autograd.grad(out, inputs.leaves(), d_out, retain_graph=True), first[1:])
+    for _ in range(2):
+        inputs.call().backward(d_out)
+    assert all(torch.equal(leaf.grad, 2 * once) for leaf, once in zip(inputs.leaves(), first[1:], strict=True))
+
+
+def test_a_used_up_graph_has_no_second_backward():
+    out = make().call()
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", range(5))
+def test_each_leaf_may_be_frozen(frozen):
+    inputs = make()
+    whole = step(inputs.call(), inputs.leaves())[1:]
+    inputs.leaves()[frozen].requires_grad_(False)
+    out = inputs.call()
+    out.backward(torch.linspace(-1.0, 1.0, out.numel()).reshape(out.shape))
+    for number, (leaf, gradient) in enumerate(zip(inputs.leaves(), whole, strict=True)):
+        assert leaf.grad is None if number == frozen else torch.equal(leaf.grad, gradient)
+
+
+def test_nothing_wants_a_gradient():
+    inputs = make()
+    for leaf in inputs.leaves():
+        leaf.requires_grad_(False)
+    assert not inputs.call().requires_grad
+
+
+def test_strided_and_expanded_inputs():
+    inputs = make()
+    whole = step(inputs.call(), inputs.leaves())[0]
+    strided = replace(
+        inputs,
+        x=inputs.x.detach().mT.contiguous().mT,
+        topk_index=inputs.topk_index.mT.contiguous().mT,
+        topk_weights=inputs.topk_weights.detach().mT.contiguous().mT,
+    )
+    assert torch.equal(strided.call(), whole)
+    check(replace(inputs, x=inputs.x[:1].detach().expand(L, D).requires_grad_()))
+    check(replace(inputs, topk_weights=torch.full((1, 1), 0.25).expand(L, K).requires_grad_()))
+
+
+def test_the_output_has_the_shape_of_x():
+    inputs = make(tokens=12)
+    folded = replace(inputs, x=inputs.x.detach().reshape(3, 4, D))
+    assert torch.equal(folded.call(), inputs.call().reshape(3, 4, D))
+
+
+def test_checkpointing_gives_the_same_bits():
+    inputs = make()
+    out = checkpoint(lambda x: replace(inputs, x=x).call(), inputs.x, use_reentrant=False)
+    assert all_equal(step(out, inputs.leaves()), step(inputs.call(), inputs.leaves()))
+
+
+def test_autocast_casts_x_and_the_weights():
+    inputs = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = inputs.call()
+    assert out.dtype == torch.bfloat16
+    assert [t.dtype for t in step(out, inputs.leaves())[1:]] == [torch.float32] * 5
+
+
+def test_a_second_derivative_is_refused():
+    inputs = make()
+    with pytest.raises(RuntimeError, match=r"moeblaze_ref.nn.experts has no second derivative"):
+        torch.autograd.grad(inputs.call().sum(), inputs.x, create_graph=True)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_kept_is_what_the_layer_keeps_but_the_router(policy):
+    inputs = make()
+    of_layer = measure.kept_storages(make_layer(policy=policy), make_x())
+    found = measure.kept_storages(lambda: inputs.call(policy=policy), exclude=[*inputs.gate_up, inputs.down])
+    found, of_layer = [sorted(storage.bytes for storage in kept) for kept in (found, of_layer)]
+    assert found == of_layer and found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_memory_a_step_gives_tensors_of_the_same_kinds(policy, monkeypatch):
+    inputs = make(weights_dtype=torch.bfloat16)
+    expected = [(t.shape, t.dtype) for t in step(inputs.call(policy=policy), inputs.leaves())]
+    with FakeTensorMode():
+        fake = make(weights_dtype=torch.bfloat16)
+        fake = replace(fake, topk_index=torch.empty(L, K, dtype=torch.int64))
+        found = step(fake.call(policy=policy), fake.leaves())
+    assert [(t.shape, t.dtype) for t in found] == expected
+
+
+def test_over_torchs_own_tensors_the_bits_are_the_same(monkeypatch):
+    inputs = make(weights_dtype=torch.bfloat16)
+    expected = step(inputs.call(), inputs.leaves())
+    monkeypatch.setattr(torch_node, "bridge_to", lambda device: BridgeOverTensors())
+    assert all_equal(step(inputs.call(), inputs.leaves()), expected)
+
+
+# What is refused
+
+
+def with_id(value, at=(2, 1)):
+    ids = make().topk_index.clone()
+    ids[at] = value
+    return {"topk_index": ids}
+
+
+def a_repeated_id():
+    ids = make().topk_index.clone()
+    ids[4] = torch.tensor([2, 0, 2])
+    return {"topk_index": ids}
+
+
+REFUSED = {
+    "an id too high": (
+        with_id(5),
+        ValueError,
+        r"topk_index\[2, 1\] is 5, but there are only 5 experts \(valid: 0..4\)",
+    ),
+    "an id below zero": (with_id(-1), ValueError, r"topk_index\[2, 1\] is -1, but there are only 5 experts"),
+    "an id past 32 bits": (with_id(2**32), ValueError, r"topk_index\[2, 1\] is 4294967296, but"),
+    "an id twice": (a_repeated_id(), ValueError, r"topk_index\[4\] names expert 2 twice, but the k = 3 experts of a"),
+    "more than there are": (
+        {"topk_index": torch.zeros(L, 6, dtype=torch.int64), "topk_weights": torch.ones(L, 6)},
+        ValueError,
+        r"k is 6, but there are only 5 experts \(k must be 1..5\)",
+    ),
+    "short ids": (
+        {"topk_index": make().topk_index.short()},
+        TypeError,
+        "topk_index has dtype torch.int16, but it must",
+    ),
+    "ids that are no tensor": ({"topk_index": [[0]]}, TypeError, "topk_index is a list, but it must be a Tensor"),
+    "ids of other tokens": ({"topk_index": make().topk_index[1:]}, ValueError, r"topk_index has shape \(36, 3\), but"),
+    "weights of other slots": (
+        {"topk_weights": torch.ones(L, 2)},
+        ValueError,
+        r"topk_index has shape \(37, 3\), but it must be \(L=37, k=2\)",
+    ),
+    "weights of other tokens": (
+        {"topk_weights": torch.ones(3, 3)},
+        ValueError,
+        r"topk_weights has shape \(3, 3\), but",
+    ),
+    "wide weights": (
+        {"topk_weights": torch.ones(L, 3).double()},
+        TypeError,
+        "topk_weights has dtype torch.float64, but",
+    ),
+    "x of another width": ({"x": torch.ones(L, 8)}, ValueError, r"x has shape \(37, 8\), but it must be \(..., d=16\)"),
+    "x of another dtype": (
+        {"x": torch.ones(L, D).half()},
+        TypeError,
+        r"gate_up\[0\] is torch.float32, but x is torch.f",
+    ),
+    "wide x": ({"x": torch.ones(L, D).double()}, TypeError, "x has dtype torch.float64, but it must be torch.float32"),
+    "one projection": (
+        {"gate_up": torch.ones(E, D, H)},
+        TypeError,
+        "gate_up is a Tensor, but for swiglu it must be a t",
+    ),
+    "another shape": (
+        {"gate_up": (torch.ones(E, D, H), torch.ones(E, D, 8))},
+        ValueError,
+        r"gate_up\[1\] has shape \(5, 16, 8\), but it must be \(E=5, d=16, h=24\)",
+    ),
+    "down as stored elsewhere": (
+        {"down": torch.ones(E, D, H)},
+        ValueError,
+        r"down has shape \(5, 16, 24\), but it must be \(E=5, h=24, d=16\)",
+    ),
+    "no experts": (
+        {"gate_up": (torch.ones(0, D, H),) * 2, "down": torch.ones(0, H, D)},
+        ValueError,
+        "E is 0, but it must be >= 1",
+    ),
+    "a weight that would be copied": (
+        {"down": torch.ones(E, D, H).mT},
+        ValueError,
+        r"down is not contiguous \(strides \(384, 1, 24\)\), and no copy of a weight is made",
+    ),
+    "a weight that begins anywhere": (
+        {"down": torch.ones(E * H * D + 1)[1:].view(E, H, D)},
+        ValueError,
+        "down begins at no multiple of 16 bytes, and no copy of a weight is made",
+    ),
+    "a tensor elsewhere": (
+        {"down": torch.ones(E, H, D, device="meta")},
+        ValueError,
+        "down is on meta, but x is on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(name):
+    changes, error, message = REFUSED[name]
+    with pytest.raises(error, match=message) as refused:
+        replace(make(), **changes).call()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "swigl"}, "unknown activation 'swigl'. Did you mean 'swiglu'"),
+        ({"policy": "minimum"}, "unknown policy 'minimum'. Did you mean 'minimal'"),
+        ({"version": "8_none"}, "unknown version of experts '8_none'"),
+    ],
+)
+def test_unknown_names_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make().call(**options)
+
+
+def test_more_routed_rows_than_int32_numbers_are_refused(monkeypatch):
+    monkeypatch.setattr(checks, "MAX_ROUTED_ROWS", L * K - 1)
+    with pytest.raises(ValueError, match=r"R = L \* k = 37 \* 3 = 111, but int32 indices allow at most"):
+        make().call()
+
+
+def test_more_experts_than_the_kernels_take_are_refused():
+    count = checks.MAX_EXPERTS + 1
+    with pytest.raises(ValueError, match="num_experts is 1025, but it must be 1..1024"):
+        make(tokens=2, E=count, d=8, h=8).call()
+
+
+# The tests themselves
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_result_that_is_wrong_is_seen(number):
+    inputs = make()
+    found = step(inputs.call(), inputs.leaves())
+    found[number] = torch.zeros_like(found[number])
+    with pytest.raises(AssertionError):
+        assert_right(found, inputs)
+
+
+def test_the_stages_read_the_tensors_themselves(monkeypatch):
+    """No weight is copied on the way to the kernels: they get its own memory."""
+    inputs, seen = make(dtype=torch.bfloat16), set()
+    to_numpy = torch_bridge.to_numpy
+
+    def watched(tensor):
+        array = to_numpy(tensor)
+        seen.add(array.__array_interface__["data"][0])
+        return array
+
+    monkeypatch.setattr(torch_bridge, "to_numpy", watched)
+    inputs.call()
+    assert {leaf.data_ptr() for leaf in inputs.leaves()} <= seen
+    assert isinstance(torch_bridge.to_numpy(inputs.down.detach()), np.ndarray)
