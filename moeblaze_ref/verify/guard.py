@@ -96,18 +96,18 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
     refused = _refused({"finding processes whose parent has ended (subreaper)": _become_subreaper})
     reading, writing = os.pipe()
     ours, theirs = socket.socketpair()
-    with _list_of_children() as children, ours:
+    with _list_of_children() as children, ours, contextlib.ExitStack() as opened:
+        opened.callback(os.close, reading)
         watcher, child = os.getpid(), os.fork()
         if child == 0:
             _leave(partial(_work, work, writing, theirs, limits, folder, watcher))
         os.close(writing)
         theirs.close()
         try:
-            with starts.received(ours) as listener:
-                told, status = _watch(child, reading, listener, limits, list(gone))
+            listener = opened.enter_context(starts.received(ours))
+            told, status = _watch(child, reading, listener, limits, list(gone))
         finally:
             _end(child, children)
-            os.close(reading)
     first, _, sent = told.partition(b"\n")
     return Ended(sent, status, (*refused, *json.loads(first or b"[]")))
 
@@ -278,7 +278,7 @@ def _watch(child: int, reading: int, listener: int | None, limits: Limits, gone:
     sent, deadline = bytearray(), time.monotonic() + limits.seconds
     sources = [reading, *gone] if listener is None else [reading, listener, *gone]
     next_look, seen = time.monotonic() + POLL_SECONDS, _processes_of_machine()
-    more = limits.processes - 1  # processes that may start before the next count
+    places = limits.processes - 1  # for processes that may start before the next look
     while True:
         with _open_files_needed():
             ready = wait(sources, max(min(WAKE_SECONDS, deadline - time.monotonic()), 0))
@@ -294,12 +294,11 @@ def _watch(child: int, reading: int, listener: int | None, limits: Limits, gone:
             raise TimeoutError(
                 f"there is no verdict after {limits.seconds:g} seconds, the limit: does a loop never end?"
             )
-        if starts.asked(listener):
-            more = (more or _more_processes(limits)) - 1
-            starts.allow(listener)
+        places = starts.allow(listener, places)
+        starting = not places and starts.asked(listener)
         now, processes = time.monotonic(), _processes_of_machine()
-        if now >= next_look or processes > seen + limits.processes:  # whatever the process sends meanwhile
-            _look(limits)
+        if now >= next_look or starting or processes > seen + limits.processes:  # whatever the process sends meanwhile
+            places = _look(limits, starting)
             next_look, seen = now + POLL_SECONDS, processes
 
 
@@ -325,19 +324,12 @@ def _processes_of_machine() -> int:
         return 0
 
 
-def _look(limits: Limits) -> int:
-    """Look at what all descendants hold, and return how many there are."""
+def _look(limits: Limits, starting: int) -> int:
+    """Look at what all descendants hold; those that wait to start count too. Returns how many more may start."""
     with _open_files_needed():
         processes = _descendants(os.getpid())
-    _check_size(processes, limits)
-    return len(processes)
-
-
-def _more_processes(limits: Limits) -> int:
-    """How many more processes may start. One waits to start, and counts among those that are there."""
-    processes = _look(limits)
-    _check_number(processes + 1, limits)
-    return limits.processes - processes
+    _check_size(processes, starting, limits)
+    return limits.processes - len(processes)
 
 
 @contextlib.contextmanager
@@ -352,13 +344,10 @@ def _open_files_needed() -> Iterator[None]:
         raise ChildProcessError(f"the kernel's processes cannot be watched any more ({error}), so they end") from None
 
 
-def _check_number(processes: int, limits: Limits):
-    if processes > limits.processes:
-        raise ChildProcessError(f"the kernel has {processes} processes, but {limits.processes} is the limit")
-
-
-def _check_size(processes: dict[int, int], limits: Limits):
-    _check_number(len(processes), limits)
+def _check_size(processes: dict[int, int], starting: int, limits: Limits):
+    number = len(processes) + starting
+    if number > limits.processes:
+        raise ChildProcessError(f"the kernel has {number} processes, but {limits.processes} is the limit")
     held, limit = sum(processes.values()) + _bytes_of_files_in_memory(processes), limits.resident_bytes
     if held > limit:
         raise ChildProcessError(
@@ -383,7 +372,7 @@ def _list_of_children() -> Iterator[int]:
 def _end(child: int, children: int):
     """Kill the process, its group and all descendants, and wait until they are gone.
 
-    Where the code must ask before it starts a process, no one answers any more, and none is born meanwhile.
+    Where the code must ask before it starts a process, no one answers any more, and none starts meanwhile.
     If the descendants cannot be listed, kill the children until there are none: each kill makes children of theirs
     ours.
     """

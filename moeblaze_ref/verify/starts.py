@@ -2,8 +2,8 @@
 
 A filter (`seccomp.ask_before_starts`) makes each call that starts a process wait for an answer. The watching process
 reads these questions from a file, the *listener*, and answers them. So it counts the processes before they exist, and
-the code cannot outrun it, however busy the machine is. When the listener is closed, or its process ends, no further
-process can start.
+the code cannot outrun it, however busy the machine is. While no one answers, no process starts. Once the listener is
+closed, as when its process ends, the calls fail.
 
 References: seccomp_unotify(2), linux/seccomp.h.
 """
@@ -60,8 +60,15 @@ def asked(listener: int | None) -> bool:
     return any(event & select.POLLIN for _, event in poll.poll(0))
 
 
-def allow(listener: int):
-    """Let the call that waits go on."""
+def allow(listener: int | None, most: int) -> int:
+    """Let calls that wait go on, and return how many fewer than ``most`` they are."""
+    while listener is not None and most and asked(listener):
+        _answer(listener)
+        most -= 1
+    return most
+
+
+def _answer(listener: int):
     question = bytearray(_QUESTION_BYTES)
     with contextlib.suppress(FileNotFoundError):  # who asked has ended
         fcntl.ioctl(listener, _RECEIVE, question)

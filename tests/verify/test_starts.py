@@ -61,7 +61,7 @@ def threads(send):
 
 def files(send):
     links = [f"/dev/fd/{name}" for name in os.listdir("/dev/fd")]
-    send("\n".join(os.readlink(link) for link in links if os.path.lexists(link)).encode())
+    send(" ".join(os.readlink(link) for link in links if os.path.lexists(link)).encode())
 
 def late():
     "This process counts nothing unless it is asked, and takes its time to kill."
@@ -141,7 +141,7 @@ def test_the_code_cannot_answer_its_own_questions():
 
 @pytest.fixture
 def asking():
-    """A process that asks before it forks, once it is told to: its id, a channel to it, and the listener's channel."""
+    """A process that forks whenever it is told to: its id, a channel to it, and the one from which the listener comes."""
     told, tells = socket.socketpair()
     ours, theirs = socket.socketpair()
     child = os.fork()
@@ -155,26 +155,27 @@ def asking():
 
 
 def fork_and_say(tells, channel):
-    """Send the error of a fork."""
+    """Fork for each byte, and send the error: 0 if there is none."""
     guard._prctl(guard._PR_SET_NO_NEW_PRIVS, 1)
     assert starts.hand_over(channel)
-    tells.recv(1)
-    try:
-        if os.fork() == 0:
-            os._exit(0)
-        tells.send(b"0")
-    except OSError as error:
-        tells.send(str(error.errno).encode())
-    signal.pause()
+    while tells.recv(1):
+        try:
+            if os.fork() == 0:
+                os._exit(0)
+            tells.send(b"0")
+        except OSError as error:
+            tells.send(str(error.errno).encode())
 
 
 def test_no_process_starts_once_the_listener_is_closed(asking):
-    """Neither one that asks later, nor one that waits for its answer."""
+    """Neither one that waits for its answer, nor one that asks later."""
     _, told, ours = asking
     with starts.received(ours) as listener:
         assert not starts.asked(listener)
         told.send(b"x")
         assert hostile.until(lambda: starts.asked(listener))
+    assert int(told.recv(9)) == errno.ENOSYS
+    told.send(b"x")
     assert int(told.recv(9)) == errno.ENOSYS
 
 
@@ -183,8 +184,8 @@ def test_a_process_that_is_allowed_to_starts(asking):
     with starts.received(ours) as listener:
         told.send(b"x")
         assert hostile.until(lambda: starts.asked(listener))
-        starts.allow(listener)
-        assert told.recv(9) == b"0" and not starts.asked(listener)
+        assert starts.allow(listener, 8) == 7
+        assert told.recv(9) == b"0" and starts.allow(listener, 8) == 8
 
 
 def test_who_has_asked_may_be_gone(asking):
@@ -195,5 +196,5 @@ def test_who_has_asked_may_be_gone(asking):
         assert hostile.until(lambda: starts.asked(listener))
         os.kill(child, signal.SIGKILL)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        starts.allow(listener)
+        starts._answer(listener)
         assert not starts.asked(listener)
