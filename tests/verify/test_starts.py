@@ -141,7 +141,7 @@ def test_the_code_cannot_answer_its_own_questions():
 
 @pytest.fixture
 def asking():
-    """A process that forks whenever it is told to: its id, a channel to it, and the one from which the listener comes."""
+    """A process that forks whenever it is told to: its id, a channel to it, and the one that brings the listener."""
     told, tells = socket.socketpair()
     ours, theirs = socket.socketpair()
     child = os.fork()
