@@ -7,7 +7,8 @@ that the code ends even if the watcher is killed.
 
 `verify.landlock` keeps the code from writing files, from signals to processes outside, and from their memory.
 `verify.seccomp` refuses the network, and other calls that act on processes outside. Where a system lacks Landlock,
-`keep_others_out` closes the memory of the processes that call it.
+`keep_others_out` closes the memory of the processes that call it. `verify.starts` makes the code ask before it starts a
+process: it never has more than it may, and starts none while all are ended.
 
 `Ended.refused` names what a system has refused. Without Linux only the process group is ended, and only time is
 limited.
@@ -19,6 +20,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moeblaze_ref.core.units import GIB, MIB
-from moeblaze_ref.verify import landlock, seccomp
+from moeblaze_ref.verify import landlock, seccomp, starts
 
 POLL_SECONDS = 0.1  # between two looks at memory and processes, unless there are many more processes before
 WAKE_SECONDS = 0.005  # between two looks at whether the process has ended, and at how many processes the machine has
@@ -93,16 +95,19 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
     """
     refused = _refused({"finding processes whose parent has ended (subreaper)": _become_subreaper})
     reading, writing = os.pipe()
-    with _list_of_children() as children:
+    ours, theirs = socket.socketpair()
+    with _list_of_children() as children, ours, contextlib.ExitStack() as opened:
+        opened.callback(os.close, reading)
         watcher, child = os.getpid(), os.fork()
         if child == 0:
-            _leave(partial(_work, work, writing, limits, folder, watcher))
+            _leave(partial(_work, work, writing, theirs, limits, folder, watcher))
         os.close(writing)
+        theirs.close()
         try:
-            told, status = _watch(child, reading, limits, list(gone))
+            listener = opened.enter_context(starts.received(ours))
+            told, status = _watch(child, reading, listener, limits, list(gone))
         finally:
             _end(child, children)
-            os.close(reading)
     first, _, sent = told.partition(b"\n")
     return Ended(sent, status, (*refused, *json.loads(first or b"[]")))
 
@@ -169,10 +174,13 @@ def _leave(work: Callable[[], Any]):
         os._exit(status & 0xFF)
 
 
-def _work(work: Callable[[Send], None], writing: int, limits: Limits, folder: str, watcher: int):
+def _work(
+    work: Callable[[Send], None], writing: int, channel: socket.socket, limits: Limits, folder: str, watcher: int
+):
     """Confine this process and tell what the system refuses of that, in a first line; then do the work."""
     pipe = os.dup2(writing, 3, inheritable=False)
-    refused = _confine(pipe, limits, folder, watcher)
+    with channel:
+        refused = _confine(pipe, channel, limits, folder, watcher)
     _write(pipe, json.dumps(refused).encode() + b"\n")
     work(partial(_write, pipe))
 
@@ -182,16 +190,16 @@ def _write(pipe: int, data: bytes):
         data = data[os.write(pipe, data) :]
 
 
-def _confine(pipe: int, limits: Limits, folder: str, watcher: int) -> list[str]:
+def _confine(pipe: int, channel: socket.socket, limits: Limits, folder: str, watcher: int) -> list[str]:
     """Drop what the code must not have: the pipe is its only open file beyond input, output and errors.
 
-    Returns what the system has refused.
+    The caller closes the channel, which is open too. Returns what the system has refused.
     """
     os.setsid()
     _prctl(_PR_SET_DUMPABLE, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for file in map(int, os.listdir("/dev/fd")):
-        if file > pipe:
+        if file > pipe and file != channel.fileno():
             with contextlib.suppress(OSError):  # the listing's own is closed
                 os.close(file)
     tempfile.tempdir = folder
@@ -207,6 +215,7 @@ def _confine(pipe: int, limits: Limits, folder: str, watcher: int) -> list[str]:
         ),
         "no signals to other processes (Landlock of Linux 6.12)": landlock.keep_signals_inside,
         NO_NETWORK: seccomp.refuse_calls,
+        "processes that are counted before they start (seccomp of Linux 5.19)": partial(starts.hand_over, channel),
         "a limit of CPU time (RLIMIT_CPU)": partial(_lower, resource.RLIMIT_CPU, cpu_seconds),
         "a limit of file sizes (RLIMIT_FSIZE)": partial(_lower, resource.RLIMIT_FSIZE, limits.file_bytes),
         "no core dumps (RLIMIT_CORE)": partial(_lower, resource.RLIMIT_CORE, 0),
@@ -263,11 +272,13 @@ def _prctl(option: int, value: int = 0) -> int:
 # ---- from outside --------------------------------------------------------------------------------
 
 
-def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> tuple[bytes, int]:
+def _watch(child: int, reading: int, listener: int | None, limits: Limits, gone: list[Any]) -> tuple[bytes, int]:
     """Collect what the process sends until it ends, or breaks a limit. Returns that, and how it ended."""
     os.set_blocking(reading, False)
-    sent, sources, deadline = bytearray(), [reading, *gone], time.monotonic() + limits.seconds
+    sent, deadline = bytearray(), time.monotonic() + limits.seconds
+    sources = [reading, *gone] if listener is None else [reading, listener, *gone]
     next_look, seen = time.monotonic() + POLL_SECONDS, _processes_of_machine()
+    places = limits.processes - 1  # for processes that may start before the next look
     while True:
         with _open_files_needed():
             ready = wait(sources, max(min(WAKE_SECONDS, deadline - time.monotonic()), 0))
@@ -283,9 +294,11 @@ def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> tuple[b
             raise TimeoutError(
                 f"there is no verdict after {limits.seconds:g} seconds, the limit: does a loop never end?"
             )
+        places = starts.allow(listener, places)
+        starting = not places and starts.asked(listener)
         now, processes = time.monotonic(), _processes_of_machine()
-        if now >= next_look or processes > seen + limits.processes:  # whatever the process sends meanwhile
-            _look(limits)
+        if now >= next_look or starting or processes > seen + limits.processes:  # whatever the process sends meanwhile
+            places = _look(limits, starting)
             next_look, seen = now + POLL_SECONDS, processes
 
 
@@ -311,11 +324,12 @@ def _processes_of_machine() -> int:
         return 0
 
 
-def _look(limits: Limits):
-    """Look at what all descendants hold."""
+def _look(limits: Limits, starting: int) -> int:
+    """Look at what all descendants hold; those that wait to start count too. Returns how many more may start."""
     with _open_files_needed():
         processes = _descendants(os.getpid())
-    _check_size(processes, limits)
+    _check_size(processes, starting, limits)
+    return limits.processes - len(processes)
 
 
 @contextlib.contextmanager
@@ -330,9 +344,10 @@ def _open_files_needed() -> Iterator[None]:
         raise ChildProcessError(f"the kernel's processes cannot be watched any more ({error}), so they end") from None
 
 
-def _check_size(processes: dict[int, int], limits: Limits):
-    if len(processes) > limits.processes:
-        raise ChildProcessError(f"the kernel has {len(processes)} processes, but {limits.processes} is the limit")
+def _check_size(processes: dict[int, int], starting: int, limits: Limits):
+    number = len(processes) + starting
+    if number > limits.processes:
+        raise ChildProcessError(f"the kernel has {number} processes, but {limits.processes} is the limit")
     held, limit = sum(processes.values()) + _bytes_of_files_in_memory(processes), limits.resident_bytes
     if held > limit:
         raise ChildProcessError(
@@ -357,6 +372,7 @@ def _list_of_children() -> Iterator[int]:
 def _end(child: int, children: int):
     """Kill the process, its group and all descendants, and wait until they are gone.
 
+    Where the code must ask before it starts a process, no one answers any more, and none starts meanwhile.
     If the descendants cannot be listed, kill the children until there are none: each kill makes children of theirs
     ours.
     """

@@ -18,15 +18,19 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000  # what a filter returns
+_SET_MODE_FILTER = 1
+_WITH_LISTENER = 1 << 3 | 1 << 5  # SECCOMP_FILTER_FLAG_NEW_LISTENER and, of Linux 5.19, -WAIT_KILLABLE_RECV
+_ALLOW, _ASK, _ERRNO = 0x7FFF0000, 0x7FC00000, 0x00050000  # what a filter returns
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # operations, on 32-bit words
 _CALL, _MACHINE, _ARGUMENTS = 0, 4, 16  # offsets into struct seccomp_data
 _X32 = 0x40000000  # the bit of calls with 32-bit pointers on x86-64
 _NAMESPACES = 0x7E020000  # CLONE_NEWNS, -NEWCGROUP, -NEWUTS, -NEWIPC, -NEWUSER, -NEWPID and -NEWNET
+_CLONE_THREAD = 0x00010000
 _PR_SET_DUMPABLE, _PRIO_USER, _IOPRIO_WHO_USER, _AF_UNIX = 4, 2, 3, 1
 
-_MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_..., and the place in `Call.numbers`
+# AUDIT_ARCH_..., the place in `Call.numbers`, and the number of the system call seccomp.
+_MACHINES = {"x86_64": (0xC000003E, 0, 317), "aarch64": (0xC00000B7, 1, 277)}
+_NO_CALL = 0xFFFFFFFF
 
 Block = list[bytes]  # instructions, of which the last one returns
 
@@ -44,6 +48,7 @@ def _argument(index: int) -> bytes:
 _ALLOWED = [_instruction(_RETURN, _ALLOW)]
 _REFUSED = [_instruction(_RETURN, _ERRNO | errno.EPERM)]
 _ABSENT = [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]
+_ASKED = [_instruction(_RETURN, _ASK)]
 
 
 _always = lambda process: _REFUSED
@@ -79,8 +84,12 @@ def _second_on_other_processes(process: int) -> Block:
     return _on_other_processes(process, index=1)
 
 
+def _unless_thread(process: int) -> Block:
+    return [_argument(0), _instruction(_ANY_BIT, _CLONE_THREAD, then=1), *_ASKED, *_ALLOWED]
+
+
 class Call(NamedTuple):
-    """A system call that the filter refuses."""
+    """A system call about which a filter decides."""
 
     numbers: tuple[int, int]  #: on x86-64 and on aarch64
     block: Callable[[int], Block] = _always  #: takes the id of the process and returns the instructions that decide
@@ -150,18 +159,40 @@ CALLS = {
     "io_uring_setup": Call((425, 425)),
 }
 
+# Those that start a process. `CALLS` makes clone3 absent.
+STARTS = {
+    "fork": Call((57, _NO_CALL), lambda process: _ASKED),
+    "vfork": Call((58, _NO_CALL), lambda process: _ASKED),
+    "clone": Call((56, 220), _unless_thread),
+}
+
 
 def refuse_calls(calls: Iterable[str] = tuple(CALLS)) -> bool:
     """Install the filter of some of `CALLS` for this process and all that it starts; False if the system refuses.
 
     The process must have set ``PR_SET_NO_NEW_PRIVS``, and has one thread.
     """
+    return _install([CALLS[name] for name in calls]) == 0
+
+
+def ask_before_starts() -> int:
+    """Install a filter that makes each of `STARTS` wait until the listener, a file, has an answer.
+
+    The same holds for all that this process starts. When the listener is closed, these calls fail. Returns the
+    listener, or -1 if the system refuses. What `refuse_calls` says of processes holds here too.
+    """
+    return _install(STARTS.values(), _WITH_LISTENER)
+
+
+def _install(calls: Iterable[Call], flags: int = 0) -> int:
+    """Install a filter. Returns what the system call returns: -1 if the system refuses."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
-        return False
+        return -1
     program = b"".join(_program(calls, platform.machine(), os.getpid()))
     code = ctypes.create_string_buffer(program, len(program))
     header = _Program(len(program) // len(_ALLOWED[0]), ctypes.addressof(code))
-    return ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(header), 0, 0) == 0
+    *_, number = _MACHINES[platform.machine()]
+    return ctypes.CDLL(None).syscall(number, _SET_MODE_FILTER, flags, ctypes.byref(header))
 
 
 class _Program(ctypes.Structure):
@@ -170,12 +201,12 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
 
 
-def _program(calls: Iterable[str], machine: str, process: int) -> Block:
+def _program(calls: Iterable[Call], machine: str, process: int) -> Block:
     """The filter's instructions. A call of another architecture, such as a 32-bit one, is refused."""
-    architecture, place = _MACHINES[machine]
+    architecture, place, _ = _MACHINES[machine]
     program = [_instruction(_LOAD, _MACHINE), _instruction(_EQUAL, architecture, then=1), *_REFUSED]
     program += [_instruction(_LOAD, _CALL), _instruction(_AT_LEAST, _X32, otherwise=1), *_REFUSED]
-    for name in calls:
-        block = CALLS[name].block(process)
-        program += [_instruction(_EQUAL, CALLS[name].numbers[place], otherwise=len(block)), *block]
+    for call in calls:
+        block = call.block(process)
+        program += [_instruction(_EQUAL, call.numbers[place], otherwise=len(block)), *block]
     return program + _ALLOWED

@@ -142,8 +142,8 @@ def test_a_watcher_says_what_the_system_refuses_it(monkeypatch, refused):
     message = "cannot be watched any more .*Invalid argument"
     with open(reading, "rb"), open(writing, "wb"), pytest.raises(ChildProcessError, match=message):
         if refused == "wait":
-            guard._watch(0, reading, guard.Limits(60), [])
-        guard._look(guard.Limits(60))
+            guard._watch(0, reading, None, guard.Limits(60), [])
+        guard._look(guard.Limits(60), 0)
 
 
 # ---- files --------------------------------------------------------------------------------------
