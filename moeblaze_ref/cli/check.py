@@ -23,8 +23,9 @@ from moeblaze_ref.cli.shared import (
 from moeblaze_ref.core import progress, provenance, source_hashes
 from moeblaze_ref.verify import in_subprocess
 
-SECONDS = 600  # of a check of one kernel
+SECONDS = 600  # of a check of one kernel, or one layer
 kernel_option = functools.partial(typer.Option, rich_help_panel="A kernel of your own")  # refused without --kernel
+layer_option = functools.partial(typer.Option, rich_help_panel="A layer of your own")  # refused without --layer
 
 
 def check(
@@ -66,16 +67,35 @@ def check(
         int | None,
         kernel_option(help=f"Seconds until a kernel counts as endless. Default: {SECONDS}.", min=1, max=MOST_SECONDS),
     ] = None,
+    layer: Annotated[
+        list[str] | None,
+        layer_option(
+            help="MODULE:FACTORY, the name of a layer that the package knows, or all of these; repeatable. "
+            "docs/check_a_layer.md says what a factory returns."
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, layer_option(help="Times that each case is run with other numbers. Default: 1.", min=1, max=1000)
+    ] = None,
+    device: Annotated[str | None, layer_option(help="Device of the layer: cpu (the default) or cuda.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ):
-    """Cross-check every stage of every backend, or check a kernel of yours; exit with status 1 on any failure."""
+    """Cross-check every stage of every backend, or check a kernel or a layer of yours.
+
+    The exit status is 1 on any failure.
+    """
     from moeblaze_ref.cli import terminal
     from moeblaze_ref.verify import check as cross_check
     from moeblaze_ref.verify import large as large_cases
 
     if coverage:
         raise typer.Exit(_show_coverage(context, as_json))
+    if layer:
+        raise typer.Exit(_check_layers(context, layer, dtype, device, seeds, timeout, record, force, as_json))
+    with user_errors():
+        if seeds is not None or device is not None:
+            raise ValueError("--seeds and --device: only a check of a layer has these; name it with --layer")
     options: dict[str, Any] = {
         "grid": grid,
         "block": block,
@@ -139,6 +159,30 @@ def _show_coverage(context: typer.Context, as_json: bool) -> int:
         verdict = gaps or ["every option occurs wherever a stage reads it"]
         stdout().print(*legend, *others, *verdict, sep="\n", highlight=False)
     return 1 if gaps else 0
+
+
+_OF_LAYERS = ("--layer", "--dtype", "--device", "--seeds", "--timeout", "--record", "--force", "--json")
+
+
+def _check_layers(
+    context: typer.Context,
+    names: list[str],
+    dtype: str | None,
+    device: str | None,
+    seeds: int | None,
+    timeout: int | None,
+    record: Path | None,
+    force: bool,
+    as_json: bool,
+) -> int:
+    """Check layers; return the exit status."""
+    from moeblaze_ref.cli.check_layer import check_layers
+
+    with user_errors():
+        if others := [name for name in _given(context) if name not in _OF_LAYERS]:
+            raise ValueError(f"--layer checks whole layers: leave {', '.join(others)} out")
+    dtypes = [dtype] if dtype else []
+    return check_layers(names, dtypes, device or "cpu", seeds or 1, timeout or SECONDS, record, force, as_json)
 
 
 def _given(context: typer.Context) -> list[str]:

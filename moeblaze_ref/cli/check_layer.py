@@ -1,0 +1,122 @@
+"""``moeblaze check --layer``: whether an MoE layer, of the project or of anyone, computes what it should."""
+
+import functools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from moeblaze_ref.cli.shared import print_error, print_text, stdout, user_errors
+from moeblaze_ref.core import checks, progress, provenance, source_hashes
+
+ALL = "all"
+COMMAND = "check --layer"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Row(NamedTuple):
+    """The verdict on a layer in one dtype, or why there is none."""
+
+    layer: str
+    dtype: str | None
+    right: bool
+    bug_class: str  #: nothing if the layer is right
+    largest_error: float | None  #: in units of its bound; None if it is infinite, or nothing was computed
+    deterministic: bool | None  #: the same bits in two runs
+    first_problem: str
+
+
+def check_layers(
+    names: Iterable[str],
+    dtypes: list[str],
+    device: str,
+    seeds: int,
+    seconds: int,
+    record: Path | None,
+    force: bool,
+    as_json: bool,
+) -> int:
+    """Check layers, each in a process of its own; return the exit status."""
+    with user_errors():
+        for dtype in dtypes:
+            checks.check_name("dtype", dtype, DTYPES)
+        if record:
+            provenance.check_place(record, COMMAND, force)
+    jobs = [functools.partial(_rows, name, dtypes, device, seeds, seconds) for name in _each(names)]
+    rows: list[Row] = progress.run_with_bar("checking layers", jobs)
+    if as_json:
+        print(json.dumps([row._asdict() for row in rows], indent=2))
+    else:
+        _show(rows)
+    if record:
+        with user_errors():
+            provenance.record(
+                record, COMMAND, {"rows": [row._asdict() for row in rows]}, force, (source_hashes.LAYERS,)
+            )
+    return 0 if all(row.right for row in rows) else 1
+
+
+def _each(names: Iterable[str]) -> Iterator[str]:
+    from moeblaze_ref.verify.layers import adapters
+
+    for name in names:
+        yield from adapters.factories() if name == ALL else (name,)
+
+
+def verdicts(name: str, dtypes: list[str], device: str, seeds: int) -> Iterator[Any]:
+    """Yield the verdict on a layer in each dtype; runs in the process of the layer."""
+    import torch
+
+    from moeblaze_ref.verify.layers import adapters
+    from moeblaze_ref.verify.layers.check import check_layer
+
+    torch.set_num_threads(1)
+    chosen = [getattr(torch, dtype) for dtype in dtypes] or None
+    yield from check_layer(adapters.named(name), chosen, device, seeds)
+
+
+def _rows(name: str, dtypes: list[str], device: str, seeds: int, seconds: int) -> Iterator[Row]:
+    """A row for each verdict; if the process ends early, one that says how."""
+    from moeblaze_ref.verify.layers.isolated import isolated
+
+    try:
+        for verdict in isolated(verdicts, name, dtypes, device, seeds, seconds=seconds):
+            yield _row_of(name, verdict)
+    except TimeoutError:
+        yield _failed(name, f"there is no verdict after {seconds} seconds: --timeout sets another limit")
+    except (ValueError, TypeError, ChildProcessError) as error:
+        yield _failed(name, str(error))
+
+
+def _row_of(name: str, verdict: Any) -> Row:
+    units = verdict.units if verdict.units < float("inf") else None
+    first = "" if verdict.ok else str(verdict).partition("\n")[2]
+    return Row(name, verdict.dtype, verdict.ok, verdict.bug_class, units, verdict.deterministic, first)
+
+
+def _failed(name: str, problem: str) -> Row:
+    return Row(name, None, False, "", None, None, problem)
+
+
+def _show(rows: list[Row]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("layer", "dtype", "verdict", "largest error / bound", "same bits"):
+        table.add_column(heading, justify="right" if "/" in heading else "left", no_wrap=heading == "layer")
+    for row in rows:
+        error = "" if row.largest_error is None else f"{row.largest_error:.3g}"
+        same = "" if row.deterministic is None else ("yes" if row.deterministic else "no")
+        table.add_row(row.layer, row.dtype or "", _verdict(row), error, same)
+    stdout().print(table)
+    for row in rows:
+        if row.dtype is None:
+            print_error(f"{row.layer}: {row.first_problem}")
+        elif not row.right:
+            print_text(f"{row.layer}, {row.dtype}: {row.first_problem}")
+
+
+def _verdict(row: Row) -> str:
+    if row.right:
+        return "right"
+    return f"wrong: {row.bug_class or 'not deterministic'}" if row.dtype else "not checked"

@@ -1,0 +1,47 @@
+"""Activations with parameters."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss's activation: g * sigmoid(alpha * g) * (u + summand), for clamped g and u.
+
+    Parameters
+    ----------
+    alpha : float
+        Factor in the sigmoid.
+    limit : float
+        Largest g, and largest absolute u.
+    summand : float
+        Added to u.
+    least : float
+        Smallest g.
+
+    Notes
+    -----
+    Read in ``models/gpt_oss/modeling_gpt_oss.py`` of transformers 5.23.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+    summand: float = 1.0
+    least: float = -inf
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The hidden rows (R, h) for gate (R, h) and up (R, h)."""
+        gate, up = gate.clamp(self.least, self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.summand)
+
+    def alternatives(self) -> Iterator["ClampedSwiglu"]:
+        """What it is taken for: one constant is missing, or g is clamped on both sides."""
+        yield replace(self, alpha=1.0)
+        yield replace(self, limit=inf)
+        yield replace(self, summand=0.0)
+        yield replace(self, least=-self.limit)
+        yield ClampedSwiglu(1.0, inf, 0.0)

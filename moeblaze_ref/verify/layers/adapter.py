@@ -1,0 +1,167 @@
+"""What a check must know about a layer: how to call it, where its weights are, and what its router does."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moeblaze_ref.core.config import ACTIVATIONS
+from moeblaze_ref.core.routers import Router, named
+from moeblaze_ref.verify.layers import layouts
+from moeblaze_ref.verify.layers.layouts import Place
+
+Activation = str | Callable[[Tensor, Tensor], Tensor]  # a name of ours, or a function of gate and up
+
+
+class Sizes(NamedTuple):
+    """Sizes of a case."""
+
+    L: int
+    d: int
+    h: int
+    E: int
+    k: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} = {value}" for name, value in self._asdict().items())
+
+
+class Factory(Protocol):
+    """What makes the layer that is checked."""
+
+    def __call__(self, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str) -> "Adapter":
+        """Return a new layer of these sizes."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A layer, and how it corresponds to the reference.
+
+    Parameters
+    ----------
+    module : nn.Module or callable
+        Is called with x (L, d). If the routing is given, topk_index (L, k) and topk_weights (L, k) follow. It returns
+        the output (L, d), or a tuple that begins with it.
+    weights : mapping of str to str
+        The layout of each parameter, by its name: see `layouts`.
+    router : Router or str, optional
+        What the router inside does: a `core.routers.Router`, or a name of ``ROUTERS``. Default: the routing is given.
+    activation : str or callable
+        One of ``config.ACTIVATIONS``, or a torch function of gate (R, h) and up (R, h).
+    tensors : mapping of str to Tensor, optional
+        The parameters of a function. Default: the parameters and buffers of the module.
+    weighs : {"output", "input"}
+        What a given routing weight multiplies: the expert's output, or its input.
+    index_dtype, gate_dtype : torch.dtype
+        Of a given routing. ``gate_dtype`` None is the dtype of the layer.
+    shared : int
+        Width of the shared expert, if the weights name one.
+    duplicates : bool
+        A token may choose an expert twice.
+    multiple : int
+        d and h must be multiples of it.
+    dtypes : tuple of torch.dtype
+        What the layer computes in.
+    deterministic : bool
+        The layer claims the same bits in each run; otherwise differences are reported and are no fault.
+    """
+
+    module: Callable[..., Any]
+    weights: Mapping[str, str]
+    router: Router | str | None = None
+    activation: Activation = "swiglu"
+    tensors: Mapping[str, Tensor] | None = None
+    weighs: str = "output"
+    index_dtype: torch.dtype = torch.int64
+    gate_dtype: torch.dtype | None = torch.float32
+    shared: int = 0
+    duplicates: bool = False
+    multiple: int = 1
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.activation, str) and self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}, but it must be one of {', '.join(ACTIVATIONS)}")
+        if self.router is not None:
+            named(self.router)
+        if not callable(self.module):
+            raise TypeError(f"module is a {type(self.module).__name__}, but it must be an nn.Module or a function")
+
+    @property
+    def router_inside(self) -> Router | None:
+        """What the router does; None if the routing is given."""
+        return None if self.router is None else named(self.router)
+
+    def places(self, sizes: Sizes) -> list[tuple[Place, Tensor]]:
+        """Return the parameters that hold the weights.
+
+        Raises
+        ------
+        ValueError
+            If a layout names no parameter, a shape is not that of its layout, or a parameter has no layout.
+        """
+        tensors = self._tensors()
+        widths = sizes._asdict() | {"s": self.shared}
+        found = []
+        for place in layouts.places(self.weights, sizes.E):
+            if place.name not in tensors:
+                raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
+            tensor, shape = tensors[place.name], place.layout.shape(widths)
+            if tuple(tensor.shape) != shape:
+                axes = " ".join(place.layout.axes)
+                raise ValueError(f"{place.name} has shape {tuple(tensor.shape)}, but ({axes}) with {sizes} is {shape}")
+            found.append((place, tensor))
+        if missing := self._trained() - {place.name for place, _ in found}:
+            raise ValueError(f"weights lacks a layout of {', '.join(sorted(missing))}, which the layer trains")
+        return found
+
+    def _tensors(self) -> Mapping[str, Tensor]:
+        if self.tensors is not None:
+            return self.tensors
+        return {**self._of_module("named_parameters"), **self._of_module("named_buffers")}
+
+    def _trained(self) -> set[str]:
+        named = self.tensors if self.tensors is not None else self._of_module("named_parameters")
+        return {name for name, tensor in named.items() if tensor.requires_grad}
+
+    def _of_module(self, kind: str) -> dict[str, Tensor]:
+        return dict(getattr(self.module, kind)()) if isinstance(self.module, nn.Module) else {}
+
+
+def load(name: str) -> Factory:
+    """Import the factory that ``MODULE:FACTORY`` names.
+
+    Raises
+    ------
+    ValueError
+        If the text has another form, the module cannot be imported, or it has no such function.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"a layer is {name!r}, but it must be MODULE:FACTORY, such as my_package.layers:make")
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ValueError(f"{module} cannot be imported: {error}") from None
+    except AttributeError:
+        raise ValueError(f"{module} has no {attribute}") from None
+    made: Factory = factory
+    return made
+
+
+def make(factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> Adapter:
+    """Return a new layer.
+
+    Raises
+    ------
+    TypeError
+        If the factory returns no adapter.
+    """
+    adapter = factory(d=sizes.d, h=sizes.h, E=sizes.E, k=sizes.k, dtype=dtype, device=device)
+    if not isinstance(adapter, Adapter):
+        raise TypeError(f"the factory returns a {type(adapter).__name__}, but it must return a verify.layers.Adapter")
+    return adapter

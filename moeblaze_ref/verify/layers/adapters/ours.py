@@ -1,0 +1,48 @@
+"""The layers of `nn.SYSTEMS`, which have one layout."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.core.routers import Router
+from moeblaze_ref.nn.systems import SYSTEMS, run, system
+from moeblaze_ref.verify.layers.adapter import Adapter, Factory
+
+LAYOUTS = {"layer.wg": "router: d E", "layer.w1": "gate: E d h", "layer.w2": "up: E d h", "layer.w3": "down: E h d"}
+
+
+class _Output(nn.Module):
+    """A layer that returns its output alone."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return run(self.layer, x).out
+
+
+PLAIN = ("oracle", "sequential", "dynamic_capacity")  #: systems in plain torch, for any widths
+BLOCK = 8  #: of the block-sparse layers, for small experts
+
+
+def of_system(name: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, **options: Any) -> Adapter:
+    """Return a layer of a system, with renormalised gates."""
+    made = system(name, renormalize=True, device=device, dtype=dtype, **options)(d, h, E, k, "swiglu")
+    multiple = 1 if name in PLAIN else BLOCK
+    router = Router(renormalize=True)
+    return Adapter(_Output(made), LAYOUTS, router, multiple=multiple, deterministic=True)
+
+
+def factories() -> dict[str, Factory]:
+    """Every layer of ours by name: the systems that drop nothing, and ours under each policy."""
+    found: dict[str, Factory] = {f"moeblaze_ref/{name}": partial(of_system, name) for name in PLAIN}
+    for name in SYSTEMS:
+        if name.startswith("megablocks"):
+            found[f"moeblaze_ref/{name}"] = partial(of_system, name, block=BLOCK)
+    for policy in POLICIES:
+        found[f"moeblaze_ref/{policy}"] = partial(of_system, "moeblaze", policy=policy)
+    return found

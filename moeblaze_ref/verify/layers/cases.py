@@ -1,0 +1,186 @@
+"""Hard routings and sizes, and the numbers of a step for each.
+
+If the routing is given, it is the pattern. If the router is inside, x is chosen such that the router's logits lead to
+the pattern. Tokens whose choice a rounding error could change are drawn again, so every right layer makes the same
+choice.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.nn import routers
+from moeblaze_ref.verify.layers.adapter import Adapter, Sizes
+from moeblaze_ref.verify.layers.layouts import ROLES, Layout, Weights
+from moeblaze_ref.verify.layers.reference import Case, Spec, route
+
+Generator = torch.Generator
+
+
+class Pattern(NamedTuple):
+    """Which experts the tokens of a case choose."""
+
+    name: str
+    sizes: Sizes
+    choose: Callable[[Sizes, Generator], Tensor]  # (L, k) int64
+    repeats: bool = False  #: a token chooses an expert twice
+    scale: float = 1.0  #: of the weights of gate and up
+
+
+def _distinct(sizes: Sizes, generator: Generator, among: int | None = None) -> Tensor:
+    scores = torch.rand(sizes.L, among or sizes.E, generator=generator)
+    return scores.argsort(dim=1)[:, : sizes.k]
+
+
+def _all_to_one(sizes: Sizes, generator: Generator) -> Tensor:
+    return torch.full((sizes.L, sizes.k), sizes.E // 2)
+
+
+def _one_in_all(sizes: Sizes, generator: Generator) -> Tensor:
+    others = 1 + _distinct(sizes._replace(E=sizes.E - 1, k=sizes.k - 1), generator)
+    return torch.cat([others, torch.zeros(sizes.L, 1, dtype=torch.int64)], 1)
+
+
+def _three_used(sizes: Sizes, generator: Generator) -> Tensor:
+    return torch.tensor([1, 3, sizes.E - 2])[_distinct(sizes, generator, among=3)]
+
+
+def _zipf(sizes: Sizes, generator: Generator) -> Tensor:
+    frequency = 1 / torch.arange(1, sizes.E + 1)
+    return torch.multinomial(frequency.expand(sizes.L, -1), sizes.k, generator=generator)
+
+
+def _one_past_a_tile(sizes: Sizes, generator: Generator) -> Tensor:
+    return (torch.arange(sizes.L) >= 129).long()[:, None]
+
+
+def _twice(sizes: Sizes, generator: Generator) -> Tensor:
+    first = _distinct(sizes._replace(k=1), generator)
+    return first.expand(-1, sizes.k).contiguous()
+
+
+PATTERNS = (
+    Pattern("random", Sizes(61, 24, 40, 7, 2), _distinct),
+    Pattern("all tokens to one expert", Sizes(33, 16, 24, 4, 1), _all_to_one),
+    Pattern("one expert in every token", Sizes(48, 16, 24, 8, 3), _one_in_all),
+    Pattern("experts without tokens", Sizes(37, 24, 16, 8, 2), _three_used),
+    Pattern("one token", Sizes(1, 16, 24, 4, 2), _distinct),
+    Pattern("one token, one choice", Sizes(1, 16, 16, 4, 1), _distinct),
+    Pattern("k = 1", Sizes(41, 24, 32, 6, 1), _distinct),
+    Pattern("k = E", Sizes(19, 16, 24, 4, 4), _distinct),
+    Pattern("Zipf", Sizes(97, 32, 24, 16, 4), _zipf),
+    Pattern("prime sizes", Sizes(67, 29, 31, 7, 3), _distinct),
+    Pattern("one row past a tile", Sizes(131, 16, 24, 2, 1), _one_past_a_tile),
+    Pattern("large activations", Sizes(29, 24, 16, 5, 2), _distinct, scale=8.0),
+    Pattern("an expert twice in a token", Sizes(23, 16, 24, 4, 2), _twice, repeats=True),
+)
+
+
+def spec_of(adapter: Adapter, k: int) -> Spec:
+    """What the reference computes for this layer."""
+    router = adapter.router_inside
+    return Spec(k, router, adapter.activation, router.weighs if router else adapter.weighs)
+
+
+def patterns_for(adapter: Adapter) -> list[Pattern]:
+    """The patterns that the layer takes, in widths that it takes."""
+    taken = [pattern for pattern in PATTERNS if not pattern.repeats or (adapter.duplicates and not adapter.router)]
+    return [pattern._replace(sizes=widened(pattern.sizes, adapter.multiple)) for pattern in taken]
+
+
+def widened(sizes: Sizes, multiple: int) -> Sizes:
+    """The same sizes, with widths that are odd multiples of what the layer needs where they were odd."""
+
+    def width(size: int) -> int:
+        return size if size % multiple == 0 else size * multiple
+
+    return sizes._replace(d=width(sizes.d), h=width(sizes.h))
+
+
+def make(
+    adapter: Adapter, pattern: Pattern, dtype: torch.dtype, seed: int = 0, step: int = 0, weights_of: int | None = None
+) -> Case:
+    """Return the numbers of a step: the same for the same arguments. ``weights_of``: whose weights it has."""
+    sizes, spec = pattern.sizes, spec_of(adapter, pattern.sizes.k)
+    drawn = _weights(adapter, pattern, _generator(pattern, "weights", seed, step if weights_of is None else weights_of))
+    weights = {role: value.to(dtype).double() for role, value in drawn.items()}
+    generator = _generator(pattern, "inputs", seed, step)
+    wanted = pattern.choose(sizes, generator)
+    d_out = _normal((sizes.L, sizes.d), generator).to(dtype).double()
+    if spec.router is None:
+        x = _normal((sizes.L, sizes.d), generator).to(dtype).double()
+        gates = torch.softmax(_normal(wanted.shape, generator), 1).to(adapter.gate_dtype or dtype).double()
+        return Case(pattern.name, sizes, x, weights, wanted, gates, d_out)
+    x, chosen = _routed_input(spec, sizes, weights, wanted, dtype, generator)
+    return Case(pattern.name, sizes, x, weights, chosen, None, d_out)
+
+
+def _generator(pattern: Pattern, *key: object) -> Generator:
+    return Generator().manual_seed(zlib.crc32(repr((pattern.name, *key)).encode()))
+
+
+def _normal(shape: tuple[int, ...] | torch.Size, generator: Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _weights(adapter: Adapter, pattern: Pattern, generator: Generator) -> Weights:
+    """Random weights of each role that the layer has; outputs and gradients are then of order 1."""
+    widths = pattern.sizes._asdict() | {"s": adapter.shared}
+    roles = {role for text in adapter.weights.values() for role in Layout.parse(text).roles}
+    shapes = {role: tuple(widths[axis] for axis in ROLES[role]) for role in ROLES if role in roles}
+    scales = dict.fromkeys(("gate", "up"), pattern.scale)
+    return {
+        role: scales.get(role, 1.0) * _scale(role, shape) * _normal(shape, generator) for role, shape in shapes.items()
+    }
+
+
+def _scale(role: str, shape: tuple[int, ...]) -> float:
+    if role == "selection_bias":
+        return 0.05
+    return 0.5 if role.endswith("bias") else float(shape[-2]) ** -0.5
+
+
+TRIES = 64  # draws of a token whose choice is a near tie
+DISTURBANCES = 8
+RELATIVE = 0.02  # a disturbance, of 1 + |logit|: bfloat16 rounds by 0.004
+
+
+def _routed_input(
+    spec: Spec, sizes: Sizes, weights: Weights, wanted: Tensor, dtype: torch.dtype, generator: Generator
+) -> tuple[Tensor, Tensor]:
+    """Return x whose logits are large at the experts that are wanted, and what the router then chooses."""
+    x = torch.zeros(sizes.L, sizes.d, dtype=torch.float64)
+    open_rows = torch.arange(sizes.L)
+    for _ in range(TRIES):
+        rows = _input_for(wanted[open_rows], weights, generator).to(dtype).double()
+        x[open_rows] = rows
+        open_rows = open_rows[~_is_settled(spec, rows, weights, generator)]
+        if len(open_rows) == 0:
+            return x, route(spec, weights | {"x": x}).topk_experts
+    raise ValueError(f"{sizes}: the router comes near a tie for {len(open_rows)} tokens, whatever x is")
+
+
+def _input_for(wanted: Tensor, weights: Weights, generator: Generator) -> Tensor:
+    """Random rows (n, d) whose logits are those of random rows but for the experts that are wanted."""
+    d, E = weights["router"].shape
+    logits = torch.rand(len(wanted), E, generator=generator, dtype=torch.float64) * 1.9 - 1.5
+    logits.scatter_add_(1, wanted, torch.full(wanted.shape, 2.8, dtype=torch.float64))
+    noise = _normal((len(wanted), d), generator)
+    change = logits - weights["router_bias"] if "router_bias" in weights else logits
+    return noise + (change - noise @ weights["router"]) @ torch.linalg.pinv(weights["router"])
+
+
+def _is_settled(spec: Spec, x: Tensor, weights: Weights, generator: Generator) -> Tensor:
+    """Whether disturbed logits lead to the same choice: (n,) bool."""
+    assert spec.router is not None
+    logits, _, chosen, _ = route(spec, weights | {"x": x})
+    settled = torch.ones(len(x), dtype=torch.bool)
+    for _ in range(DISTURBANCES):
+        noise = 2 * torch.rand(logits.shape, generator=generator, dtype=torch.float64) - 1
+        moved = logits + RELATIVE * (1 + logits.abs()) * noise
+        disturbed = routers.choose(moved, spec.k, spec.router, weights.get("selection_bias")).topk_experts
+        settled &= (disturbed.sort(1).values == chosen.sort(1).values).all(1)
+    return settled

@@ -1,0 +1,187 @@
+"""Check an MoE layer: hard routings, every gradient, and ways of running a step in which layers go wrong."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from moeblaze_ref.verify.layers import adapter as adapters
+from moeblaze_ref.verify.layers import cases, diagnosis, ways
+from moeblaze_ref.verify.layers.adapter import Adapter, Factory, Sizes
+from moeblaze_ref.verify.layers.cases import Pattern
+from moeblaze_ref.verify.layers.deviations import Deviation, Wanted, wanted
+from moeblaze_ref.verify.layers.diagnosis import Evidence
+from moeblaze_ref.verify.layers.layer import CheckedLayer
+from moeblaze_ref.verify.layers.reference import Case, Spec
+from moeblaze_ref.verify.layers.ways import Found, Way
+
+PROBE = Sizes(8, 128, 128, 8, 2)  # with which a factory is called to learn what it makes
+UNKNOWN = "class unknown"
+
+
+class Finding(NamedTuple):
+    """What was found in one way of running one case."""
+
+    way: str  #: "a step", or one of `ways.WAYS`
+    case: str
+    how: str  #: what of the way it is, or nothing
+    units: float  #: the largest error in units of its bound; infinite if an error was raised
+    wrong: tuple[Deviation, ...]
+    raised: str  #: the error that the layer raised, or nothing
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is right."""
+        return not self.wrong and not self.raised
+
+    def __str__(self) -> str:
+        where = f"{self.way}{f' ({self.how})' if self.how else ''}, {self.case}"
+        return f"{where}: {self.raised or '; '.join(map(str, self.wrong)) or 'right'}"
+
+
+class Verdict(NamedTuple):
+    """The verdict on a layer in one dtype."""
+
+    dtype: str
+    findings: tuple[Finding, ...]
+    bug_class: str  #: the name of a `diagnosis.BugClass`, `UNKNOWN`, or nothing if the layer is right
+    deterministic: bool  #: the same bits in a second run
+    claims_determinism: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is right."""
+        return all(finding.ok for finding in self.findings) and (self.deterministic or not self.claims_determinism)
+
+    @property
+    def units(self) -> float:
+        """The largest error in units of its bound."""
+        return max(finding.units for finding in self.findings)
+
+    @property
+    def first(self) -> Finding | None:
+        """The first finding that is wrong."""
+        return next((finding for finding in self.findings if not finding.ok), None)
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.dtype}: right; the largest error is {self.units:.2f} times its bound"
+        first = self.first or "two runs of a step differ in their bits, and the layer claims that they do not"
+        return f"{self.dtype}: wrong ({self.bug_class or 'not deterministic'})\n{first}"
+
+
+def check_layer(
+    factory: Factory, dtypes: Iterable[torch.dtype] | None = None, device: str = "cpu", seeds: int = 1
+) -> Iterator[Verdict]:
+    """Compare a layer with the specification in every hard case: the output, every gradient, every way of running it.
+
+    Parameters
+    ----------
+    factory : callable
+        Returns an `Adapter` for keywords d, h, E, k, dtype and device.
+    dtypes : iterable of torch.dtype, optional
+        Default: all that the adapter names.
+    device : str
+    seeds : int
+        How many times each case is run with other numbers. The ways of running it have the first numbers alone.
+
+    Yields
+    ------
+    Verdict
+        One for each dtype.
+
+    Raises
+    ------
+    TypeError
+        If the factory returns no adapter.
+    ValueError
+        If the adapter's weights do not fit its layouts.
+    """
+    adapter = adapters.make(factory, PROBE, torch.float32, device)
+    adapter.places(PROBE)
+    for dtype in dtypes or adapter.dtypes:
+        yield _Check(factory, adapter, dtype, device).verdict(seeds)
+
+
+class _Check(NamedTuple):
+    """A check in one dtype."""
+
+    factory: Factory
+    adapter: Adapter
+    dtype: torch.dtype
+    device: str
+
+    def verdict(self, seeds: int) -> Verdict:
+        """Run everything, and name what is wrong."""
+        patterns = cases.patterns_for(self.adapter)
+        evidence: list[Evidence] = []
+        steps = [finding for pattern in patterns for finding in self._steps(pattern, seeds, evidence)]
+        others = [finding for name in ways.WAYS for finding in self._run(name, ways.WAYS[name], patterns[0], 0, [])]
+        same = self._is_deterministic(patterns[0])
+        name = str(self.dtype).removeprefix("torch.")
+        bug_class = _class_of(steps, evidence) if not _right(steps) else _class_of_ways(others)
+        return Verdict(name, (*steps, *others), bug_class, same, self.adapter.deterministic)
+
+    def _steps(self, pattern: Pattern, seeds: int, evidence: list[Evidence]) -> Iterator[Finding]:
+        for seed in range(seeds):
+            yield from self._run("a step", ways.plain, pattern, seed, evidence)
+
+    def _run(self, name: str, way: Way, pattern: Pattern, seed: int, evidence: list[Evidence]) -> Iterator[Finding]:
+        """Run a way, and compare all that it yields; an error that the layer raises is a finding."""
+        try:
+            layer = CheckedLayer.make(self.factory, pattern.sizes, self.dtype, self.device)
+            for one in _compared(layer, way(layer, pattern, seed), cases.spec_of(layer.adapter, pattern.sizes.k)):
+                evidence.append(one.evidence)
+                yield Finding(name, pattern.name, one.how, one.evidence.units, tuple(one.evidence.wrong), "")
+        except Exception as error:
+            yield Finding(name, pattern.name, "", math.inf, (), _in_a_line(error))
+
+    def _is_deterministic(self, pattern: Pattern) -> bool:
+        """Whether two runs of a step give the same bits; a layer that raises an error has none."""
+        try:
+            layer = CheckedLayer.make(self.factory, pattern.sizes, self.dtype, self.device)
+            case = cases.make(layer.adapter, pattern, self.dtype)
+            first, second = layer.step(case), layer.step(case)
+        except Exception:
+            return True
+        return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _right(findings: Iterable[Finding]) -> bool:
+    return all(finding.ok for finding in findings)
+
+
+def _in_a_line(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def _class_of(steps: Iterable[Finding], evidence: Sequence[Evidence]) -> str:
+    if any(finding.raised for finding in steps):
+        return UNKNOWN
+    return _only(diagnosis.of_steps(evidence))
+
+
+def _class_of_ways(findings: Iterable[Finding]) -> str:
+    failed = {finding.way for finding in findings if not finding.ok}
+    return _only(diagnosis.of_ways(failed)) if failed else ""
+
+
+def _only(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else UNKNOWN
+
+
+class _Compared(NamedTuple):
+    how: str
+    evidence: Evidence
+
+
+def _compared(layer: CheckedLayer, all_found: Iterable[Found], spec: Spec) -> Iterator[_Compared]:
+    """Each result beside its reference; one reference for all results of a case."""
+    last: tuple[Case, torch.dtype, Wanted] | None = None
+    for found in all_found:
+        dtype = found.dtype or layer.dtype
+        if last is None or last[0] is not found.case or last[1] != dtype:
+            last = found.case, dtype, wanted(spec, found.case, dtype, layer.gate_dtype)
+        yield _Compared(found.how, Evidence(spec, found.case, found.results, last[2], dtype))

@@ -1,0 +1,129 @@
+"""Compare what a layer computes with the reference: each whole tensor, then each token and each expert of it."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.verify.comparisons import BOUNDS, FEW_ELEMENTS, SMALL_TENSOR_BOUNDS
+from moeblaze_ref.verify.layers import reference
+from moeblaze_ref.verify.layers.layouts import ROLES
+from moeblaze_ref.verify.layers.reference import Case, Results, Spec
+
+#: along which axis a tensor is looked at part by part, and what a part is called
+PARTS = {"out": ("token", 0), "x": ("token", 0), "topk_weights": ("token", 0)} | {
+    role: ("expert", axes.index("E")) for role, axes in ROLES.items() if "E" in axes
+}
+FEW_ROWS = 8
+
+
+class Deviation(NamedTuple):
+    """A tensor that is wrong."""
+
+    tensor: str  #: "out", or of which input or weight it is the gradient
+    part: str | None  #: the first wrong token or expert, such as "expert 3"; None if no single one is
+    error: float  #: of the tensor or its part, relative
+    bound: float
+
+    @property
+    def units(self) -> float:
+        """The error in units of the bound."""
+        return self.error / self.bound if math.isfinite(self.error) else math.inf
+
+    def __str__(self) -> str:
+        name = "the output" if self.tensor == "out" else f"the gradient of {self.tensor}"
+        where = f", {self.part}" if self.part else ""
+        size = f"{self.units:.3g} times the bound" if math.isfinite(self.error) else "NaN or infinite"
+        return f"{name}{where}: error {self.error:.3g}, {size}"
+
+
+class Wanted(NamedTuple):
+    """What a layer's results of a case are compared with."""
+
+    exact: Results  #: of the reference in float64
+    sizes: Results  #: of tensors that may vanish, others by which their errors are measured
+    bounds: dict[str, tuple[float, float]]  #: of the error of each whole tensor, and of each part of it
+
+
+def wanted(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtype) -> Wanted:
+    """Compute the reference of a case, and the bounds from what plain torch makes of it in the layer's dtype."""
+    exact, sizes = reference.exact(spec, case), reference.sizes(spec, case)
+    plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in reference.PLAIN_WAYS]
+    few = FEW_ELEMENTS if case.topk_index.numel() < FEW_ROWS else 1
+    bounds = {}
+    for name, tensor in exact.items():
+        errors = [_errors(name, results[name], tensor, sizes.get(name, tensor)) for results in plain]
+        whole, parts = (max(float(e) for e in kind) for kind in zip(*((w, p.max()) for w, p in errors), strict=True))
+        numel, count = tensor.numel() // few, len(errors[0][1])
+        bounds[name] = _bound(whole, numel, dtype), _bound(parts, numel // count, dtype)
+    return Wanted(exact, sizes, bounds)
+
+
+def deviations(found: Results, wanted: Wanted) -> list[Deviation]:
+    """Return what is wrong, of the tensors that a layer computed."""
+    return [deviation for name in found for deviation in _of_tensor(name, found[name], wanted)]
+
+
+def worst(found: Results, wanted: Wanted) -> float:
+    """The largest error of a tensor or part, in units of its bound."""
+    units = 0.0
+    for name, tensor in found.items():
+        whole, parts = _errors_of(name, tensor, wanted)
+        of_whole, of_part = wanted.bounds[name]
+        worst_of_both = max(whole / of_whole, float(parts.max()) / of_part)
+        units = max(units, worst_of_both if math.isfinite(worst_of_both) else math.inf)
+    return units
+
+
+def _of_tensor(name: str, found: Tensor, wanted: Wanted) -> Iterator[Deviation]:
+    whole, parts = _errors_of(name, found, wanted)
+    of_whole, of_part = wanted.bounds[name]
+    wrong = (~(parts <= of_part)).nonzero()
+    if len(wrong) and name in PARTS:
+        first = int(wrong[0])
+        yield Deviation(name, f"{PARTS[name][0]} {first}", float(parts[first]), of_part)
+    elif not whole <= of_whole:
+        yield Deviation(name, None, whole, of_whole)
+
+
+def _errors_of(name: str, found: Tensor, wanted: Wanted) -> tuple[float, Tensor]:
+    exact = wanted.exact[name]
+    if found.shape != exact.shape:
+        return math.inf, torch.full((1,), math.inf)
+    return _errors(name, found, exact, wanted.sizes.get(name, exact))
+
+
+def _errors(name: str, found: Tensor, exact: Tensor, size: Tensor) -> tuple[float, Tensor]:
+    """Relative error of the tensor, and of each part; a small part is measured by a part's usual size.
+
+    A tensor that is not looked at in parts has one.
+    """
+    axis = PARTS[name][1] if name in PARTS else None
+    off, norms, usual = (_norms(tensor, axis) for tensor in (found - exact, exact, size))
+    whole = float(_ratio(off.norm(), torch.maximum(norms.norm(), usual.norm())))
+    least = torch.maximum(norms.square().mean(), usual.square().mean()).sqrt()
+    return whole, _ratio(off, torch.maximum(norms, least))
+
+
+def _norms(tensor: Tensor, axis: int | None) -> Tensor:
+    """The norm of each part of a tensor, or of all of it: (n,)."""
+    parts = tensor.reshape(1, -1) if axis is None else tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)
+    return parts.norm(dim=1)
+
+
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
+    """The quotient; where nothing is exact but zero, any error is infinite."""
+    return torch.where(error == 0, error, error / size)
+
+
+def _bound(lost: float, numel: int, dtype: torch.dtype) -> float:
+    """Twice what plain torch loses, or four times in few elements; at least float32's bound, or that of few elements.
+
+    In few elements the ratio is noise: 129 bfloat16 numbers that are summed in another order lose half as much or
+    twice. Gradients that come from a few rows count as few elements: the rounding of a row is in all of them.
+    """
+    if numel >= FEW_ELEMENTS:
+        return max(2 * lost, BOUNDS["float32"])
+    return max(4 * lost, SMALL_TENSOR_BOUNDS.get(str(dtype).removeprefix("torch."), 0.0), BOUNDS["float32"])

@@ -1,0 +1,364 @@
+"""Name the class of a bug, if what a layer computes fits one class and no other.
+
+A class is one of three kinds. Most are predictions: the reference with that bug computes the same numbers as the layer,
+in every case. Some show in ways of running a step alone: a layer that is right in one step and wrong in the second
+keeps something of the first. The others are signs in what is wrong.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.verify.layers import predictions, reference
+from moeblaze_ref.verify.layers.deviations import PARTS, Deviation, Wanted, deviations, worst
+from moeblaze_ref.verify.layers.predictions import Prediction
+from moeblaze_ref.verify.layers.reference import Case, Results, Spec
+
+
+class Evidence(NamedTuple):
+    """One plain step, in one dtype."""
+
+    spec: Spec
+    case: Case
+    found: Results
+    wanted: Wanted
+    dtype: torch.dtype
+
+    @property
+    def wrong(self) -> list[Deviation]:
+        """What is wrong."""
+        return deviations(self.found, self.wanted)
+
+    @property
+    def units(self) -> float:
+        """The largest error in units of its bound."""
+        return worst(self.found, self.wanted)
+
+    def fits(self, predicted: Results) -> bool:
+        """Whether the layer computed what is predicted, as far as that goes."""
+        found = {name: self.found[name] for name in predicted if name in self.found}
+        return not deviations(found, self.wanted._replace(exact=predicted))
+
+
+Sign = Callable[[Sequence[Evidence]], bool]
+
+
+class BugClass(NamedTuple):
+    """A class of bugs that public layers have had."""
+
+    name: str
+    sentence: str  #: what such a layer does
+    reference: str  #: a public thread, or a comment in a released package, that was read; nothing if none was
+    prediction: Prediction | None = None
+    sign: Sign | None = None
+    ways: frozenset[str] = frozenset()  #: of `ways.WAYS`, in which it shows; any of them
+    also: frozenset[str] = frozenset()  #: ways in which it may show too
+
+    def explains(self, evidence: Sequence[Evidence]) -> bool:
+        """Whether plain steps are what a layer with this bug computes."""
+        signed = self.sign is not None and self.sign(evidence)
+        return signed or (self.prediction is not None and all(self._predicts(one) for one in evidence))
+
+    def _predicts(self, evidence: Evidence) -> bool:
+        """Whether one of the forms of the bug fits; where it has none, it has no effect, so the layer must be right."""
+        assert self.prediction is not None
+        predicted = list(self.prediction(evidence.spec, evidence.case)) or [evidence.wanted.exact]
+        return any(map(evidence.fits, predicted))
+
+
+# ---- signs ---------------------------------------------------------------------------------
+
+
+def _wrong_parts(evidence: Evidence, name: str) -> list[int]:
+    """The tokens or experts whose part of a tensor is wrong."""
+    axis = PARTS[name][1]
+    found, exact = evidence.found[name].movedim(axis, 0), evidence.wanted.exact[name].movedim(axis, 0)
+    return [
+        i for i in range(len(exact)) if not torch.allclose(found[i], exact[i], rtol=0.05, atol=0.05 * _usual(exact))
+    ]
+
+
+def _usual(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
+def stale_gradient(evidence: Sequence[Evidence]) -> bool:
+    """Everything is right but gradients of weights of experts without tokens."""
+    wrong = [(one, deviation.tensor) for one in evidence for deviation in one.wrong]
+    return bool(wrong) and all(
+        name in PARTS and PARTS[name][0] == "expert" and _only_without_tokens(one, name) for one, name in wrong
+    )
+
+
+def _only_without_tokens(evidence: Evidence, name: str) -> bool:
+    used = set(evidence.case.topk_index.flatten().tolist())
+    return not used & set(_wrong_parts(evidence, name))
+
+
+def missing_gradient(evidence: Sequence[Evidence]) -> bool:
+    """Everything is right but gradients that are zero."""
+    wrong = [(one, deviation.tensor) for one in evidence for deviation in one.wrong]
+    return bool(wrong) and all(name != "out" and not one.found[name].any() for one, name in wrong)
+
+
+def wrong_tokens(evidence: Sequence[Evidence]) -> bool:
+    """The rows of the output are right, and some are at other tokens."""
+    changed = [one for one in evidence if any(deviation.tensor == "out" for deviation in one.wrong)]
+    return bool(changed) and all(_is_permuted(one) for one in changed)
+
+
+def _is_permuted(evidence: Evidence) -> bool:
+    found, exact = evidence.found["out"], evidence.wanted.exact["out"]
+    if found.shape != exact.shape or not found.isfinite().all():
+        return False
+    order = torch.cdist(found, exact).argmin(1)
+    permuted = order.sort().values.equal(torch.arange(len(order)))
+    return permuted and evidence.fits({"out": exact[order]})
+
+
+def overwritten(evidence: Sequence[Evidence]) -> bool:
+    """Each row of the output is that of one choice of its token, whichever was written last."""
+    changed = [one for one in evidence if any(deviation.tensor == "out" for deviation in one.wrong)]
+    return bool(changed) and all(_has_one_choice_each(one) for one in changed)
+
+
+def _has_one_choice_each(evidence: Evidence) -> bool:
+    found, choices = evidence.found["out"], reference.weighted_choices(evidence.spec, evidence.case)  # (L, k, d)
+    if found.shape != choices[:, 0].shape:
+        return False
+    nearest = (choices - found[:, None]).norm(dim=2).argmin(1)
+    return evidence.fits({"out": choices[torch.arange(len(found)), nearest]})
+
+
+def few_bits(evidence: Sequence[Evidence]) -> bool:
+    """All errors are as small as those of rounding to fewer bits, and no tensor is without any in a wrong case."""
+    wrong = [deviation for one in evidence if one.dtype == torch.float32 for deviation in one.wrong]
+    return bool(wrong) and all(deviation.error < 2e-2 for deviation in wrong)
+
+
+def not_finite(evidence: Sequence[Evidence]) -> bool:
+    """Some numbers are NaN or infinite, in cases with experts without tokens alone."""
+    bad = [one for one in evidence if not all(found.isfinite().all() for found in one.found.values())]
+    wrong = [one for one in evidence if one.wrong]
+    return bool(bad) and len(bad) == len(wrong) and all(_has_idle_experts(one.case) for one in bad)
+
+
+def _has_idle_experts(case: Case) -> bool:
+    return len(case.topk_index.unique()) < case.sizes.E
+
+
+# ---- the classes ---------------------------------------------------------------------------
+
+CLASSES = (
+    BugClass(
+        "gate and up exchanged",
+        "It applies the activation to the up-projection.",
+        "sglang 0.5.23, srt/hardware_backend/npu/quantization/online_moe_methods.py, line 49",
+        predictions.swapped,
+    ),
+    BugClass(
+        "gate and up columns misread",
+        "It reads concatenated columns of gate and up as alternating ones, or the reverse.",
+        "Dao-AILab/sonic-moe#45",
+        predictions.interleaved,
+    ),
+    BugClass(
+        "weights transposed",
+        "It reads weights as if they were stored transposed.",
+        "unslothai/unsloth-zoo#849",
+        predictions.transposed,
+    ),
+    BugClass(
+        "gates not renormalized",
+        "It does not divide the gates by the sum of the chosen ones.",
+        "pytorch/torchtitan#1448",
+        predictions.not_renormalized,
+    ),
+    BugClass(
+        "gates renormalized",
+        "It divides the gates by their sum, as a softmax after the choice does, where it must not.",
+        "flashinfer-ai/flashinfer#2889",
+        predictions.renormalized,
+    ),
+    BugClass(
+        "gates without gradient",
+        "No gradient reaches the router through the gates.",
+        "TIML-Group/Robust-MoE-Dual-Model#2",
+        predictions.detached,
+    ),
+    BugClass(
+        "gate on the wrong side",
+        "The gate multiplies the input of an expert instead of its output, or the reverse, or both.",
+        "vllm-project/vllm#43694",
+        predictions.other_side,
+    ),
+    BugClass(
+        "tokens over a capacity dropped",
+        "It drops rows beyond a capacity.",
+        "torchtitan 0.3.0, distributed/deepep/hybridep.py, line 179",
+        predictions.over_capacity,
+    ),
+    BugClass(
+        "last tile lost",
+        "It loses the rows of an expert's last tile.",
+        "axolotl-ai-cloud/axolotl#3410",
+        predictions.partial_tile,
+    ),
+    BugClass(
+        "an expert never runs",
+        "The first or the last expert contributes nothing.",
+        "kekzl/imp#2056",
+        predictions.expert_lost,
+    ),
+    BugClass(
+        "choices of a token lost",
+        "One choice of a token overwrites the others, or one is left out.",
+        "torch-spyre/torch-spyre#3638",
+        predictions.choice_lost,
+        overwritten,
+    ),
+    BugClass(
+        "outputs at wrong tokens",
+        "It puts right rows of the output at other tokens.",
+        "pytorch/torchtitan#3604",
+        sign=wrong_tokens,
+    ),
+    BugClass(
+        "selection bias in the gates",
+        "The gates contain the selection bias.",
+        "huggingface/transformers#39581",
+        predictions.biased_gates,
+    ),
+    BugClass(
+        "scaling factor wrong",
+        "It scales the gates not at all, or twice.",
+        "vllm-project/vllm#24119",
+        predictions.wrong_scale,
+    ),
+    BugClass(
+        "groups of experts wrong",
+        "It compares groups by another score, or ignores them.",
+        "vllm-project/vllm#13474",
+        predictions.wrong_groups,
+    ),
+    BugClass(
+        "expert bias omitted", "It adds no bias to some projection.", "allenai/OLMo-core#763", predictions.bias_omitted
+    ),
+    BugClass(
+        "down bias not weighted",
+        "It adds the down bias without the gate.",
+        "NVIDIA-NeMo/Automodel#2591",
+        predictions.bias_not_weighted,
+    ),
+    BugClass(
+        "another activation", "It computes another activation.", "vllm-project/vllm#41574", predictions.other_activation
+    ),
+    BugClass(
+        "constants of the activation wrong",
+        "Its activation lacks a clamp, a factor or a summand.",
+        "sglang 0.5.23, srt/layers/moe/moe_runner/triton_utils/fused_moe.py, line 1275",
+        predictions.activation_constants,
+    ),
+    BugClass(
+        "shared expert wrong",
+        "The shared expert is missing, or counts twice.",
+        "divyamakkar0/JAXformer#21",
+        predictions.shared_expert,
+    ),
+    BugClass(
+        "stale gradient of an expert without tokens",
+        "The weight gradient of an expert without tokens is not zero.",
+        "pytorch/pytorch#172439",
+        sign=stale_gradient,
+    ),
+    BugClass(
+        "a gradient is missing",
+        "A gradient is zero that must not be.",
+        "unslothai/unsloth-zoo#606",
+        sign=missing_gradient,
+    ),
+    BugClass(
+        "NaN from experts without tokens",
+        "It computes NaN or infinity if an expert has no token.",
+        "meta-pytorch/MSLK#158",
+        sign=not_finite,
+    ),
+    BugClass("too few bits", "It rounds to fewer bits than its dtype has.", "vllm-project/vllm#15045", sign=few_bits),
+    BugClass(
+        "state of an earlier step",
+        "It keeps something of a step and uses it in a later one of the same shape.",
+        "sgl-project/sglang#19787",
+        ways=frozenset({"a second step of the same shape"}),
+        also=frozenset({"two steps in flight", "the same inputs again", "frozen weights or inputs"}),
+    ),
+    BugClass(
+        "state shared between steps",
+        "A forward overwrites what the backward of another one needs.",
+        "",
+        ways=frozenset({"two steps in flight"}),
+    ),
+    BugClass(
+        "backward destroys what it needs",
+        "A second backward of the same graph computes something else.",
+        "",
+        ways=frozenset({"a second backward"}),
+    ),
+    BugClass(
+        "gradients do not add up",
+        "It overwrites gradients that are there.",
+        "NVIDIA/TransformerEngine#2769",
+        ways=frozenset({"gradients that add up"}),
+    ),
+    BugClass(
+        "recomputation differs",
+        "Its backward is wrong if the forward is run again for it.",
+        "NVIDIA-NeMo/Automodel#2635",
+        ways=frozenset({"activation checkpointing"}),
+    ),
+    BugClass(
+        "inputs are changed",
+        "It changes what it is called with.",
+        "huggingface/transformers#41313",
+        ways=frozenset({"the same inputs again"}),
+        also=frozenset(
+            {"gradients that add up", "activation checkpointing", "frozen weights or inputs", "an expanded x"}
+        ),
+    ),
+    BugClass(
+        "frozen weights break it",
+        "It is wrong if some weights or inputs want no gradient.",
+        "NVIDIA/Megatron-LM#548",
+        ways=frozenset({"frozen weights or inputs"}),
+    ),
+    BugClass(
+        "strides ignored",
+        "It reads tensors as if they were contiguous.",
+        "intel/intel-xpu-backend-for-triton#7455",
+        ways=frozenset({"a strided x", "a transposed x", "an expanded x"}),
+    ),
+    BugClass(
+        "uninitialised memory",
+        "It uses memory that nothing was written to.",
+        "pytorch/pytorch#193633",
+        ways=frozenset({"memory full of NaN"}),
+    ),
+    BugClass(
+        "inference differs",
+        "It computes something else where no gradient is wanted.",
+        "",
+        ways=frozenset({"no gradients wanted"}),
+    ),
+    BugClass("autocast", "It is wrong under autocast.", "huggingface/transformers#43839", ways=frozenset({"autocast"})),
+)
+
+
+def of_steps(evidence: Sequence[Evidence]) -> list[str]:
+    """The names of the classes that explain all plain steps, of which some are wrong."""
+    return [bug.name for bug in CLASSES if bug.explains(evidence)]
+
+
+def of_ways(failed: set[str]) -> list[str]:
+    """The names of the classes that explain in which ways a layer fails whose plain steps are right."""
+    return [bug.name for bug in CLASSES if bug.ways & failed and failed <= bug.ways | bug.also]

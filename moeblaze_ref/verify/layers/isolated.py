@@ -1,0 +1,81 @@
+"""Run code that may crash or hang in a process of its own, and take what it yields meanwhile."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def isolated(work: Callable[..., Iterable[Any]], *arguments: Any, seconds: float) -> Iterator[Any]:
+    """Yield what a function yields in another process, which is ended with all that it started.
+
+    Parameters
+    ----------
+    work : callable
+        Can be pickled, as what it yields.
+    *arguments
+        Of the function.
+    seconds : float
+        Until the process is ended.
+
+    Raises
+    ------
+    TimeoutError
+        If it is not done within the limit.
+    ChildProcessError
+        If the process ended before the function did.
+    ValueError, TypeError
+        If the function raises one; another error of it is a ChildProcessError.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(sending, work, arguments, os.getcwd()))
+    process.start()
+    sending.close()
+    try:
+        yield from _received(receiving, process, time.monotonic() + seconds, seconds)
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+        receiving.close()
+
+
+def _received(receiving: Connection, process: Any, deadline: float, seconds: float) -> Iterator[Any]:
+    while True:
+        if not receiving.poll(max(deadline - time.monotonic(), 0)):
+            raise TimeoutError(f"it was not done after {seconds:g} seconds, the limit")
+        try:
+            kind, value = receiving.recv()
+        except EOFError:
+            process.join()
+            raise ChildProcessError(f"its process ended, {_how(process.exitcode)}") from None
+        if kind == "done":
+            return
+        if kind == "error":
+            raise value
+        yield value
+
+
+def _how(exitcode: int) -> str:
+    return f"killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"with status {exitcode}"
+
+
+def _work(sending: Connection, work: Callable[..., Iterable[Any]], arguments: tuple[Any, ...], folder: str) -> None:
+    """Send what the work yields, then how it ended."""
+    os.setsid()
+    sys.path.insert(0, folder)  # a module of the folder in which the command was typed
+    try:
+        for value in work(*arguments):
+            sending.send(("value", value))
+        sending.send(("done", None))
+    except (ValueError, TypeError) as error:
+        sending.send(("error", type(error)(*map(str, error.args))))
+    except Exception as error:
+        sending.send(("error", ChildProcessError(f"{type(error).__name__}: {error}")))

@@ -1,0 +1,201 @@
+"""An MoE layer in plain torch, written to be read: the results that every layer is compared with.
+
+In float64 it is the specification. In the dtype of the layer it shows what plain torch loses there.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.routers import Router
+from moeblaze_ref.nn import routers
+from moeblaze_ref.nn.oracle import activate
+from moeblaze_ref.verify.layers.adapter import Activation, Sizes
+from moeblaze_ref.verify.layers.layouts import BUFFERS, Weights
+
+Results = dict[str, Tensor]  # "out", and the gradient of each input and weight by its name; float64, on the CPU
+
+
+class Spec(NamedTuple):
+    """What the layer computes."""
+
+    k: int
+    router: Router | None  #: None if the routing is given
+    activation: Activation
+    weighs: str  #: "output" or "input"
+
+    @property
+    def gated(self) -> bool:
+        """Whether an expert has two up-projections."""
+        return not isinstance(self.activation, str) or is_gated(self.activation)
+
+
+class Case(NamedTuple):
+    """The numbers of one step: float64, and each is one that the layer's dtype has."""
+
+    name: str
+    sizes: Sizes
+    x: Tensor  # (L, d)
+    weights: Weights
+    topk_index: Tensor  # (L, k) int64; of a router inside, what it chooses
+    topk_weights: Tensor | None  # (L, k); None if the router is inside
+    d_out: Tensor  # (L, d)
+
+    def inputs(self) -> Results:
+        """Return what the step is differentiated by."""
+        given = {} if self.topk_weights is None else {"topk_weights": self.topk_weights}
+        return {"x": self.x} | given | {name: w for name, w in self.weights.items() if name not in BUFFERS}
+
+
+def layer(spec: Spec, inputs: Weights, topk_index: Tensor, experts: "Experts | None" = None) -> Tensor:
+    """Return the output (L, d), from x, the weights, and topk_weights if the routing is given."""
+    return with_gates(spec, inputs, topk_index, gates_of(spec, inputs, topk_index), experts)
+
+
+def with_gates(
+    spec: Spec, inputs: Weights, topk_index: Tensor, gates: Tensor, experts: "Experts | None" = None
+) -> Tensor:
+    """The same for gates (L, k), however they came about."""
+    out = (experts or one_after_another)(spec, inputs, topk_index, gates)
+    if "shared_up" not in inputs:
+        return out
+    x = inputs["x"]
+    hidden = activate(x @ inputs["shared_gate"], x @ inputs["shared_up"], "swiglu")  # (L, s)
+    return out + hidden @ inputs["shared_down"]
+
+
+def gates_of(spec: Spec, inputs: Weights, topk_index: Tensor) -> Tensor:
+    """The gates (L, k): those that are given, or those of the router inside."""
+    return route(spec, inputs, topk_index).gates if spec.router else inputs["topk_weights"]
+
+
+def route(spec: Spec, inputs: Weights, topk_index: Tensor | None = None) -> routers.Routing:
+    """Return the routing of x by the router inside; topk_index (L, k) replays a choice."""
+    assert spec.router is not None
+    biases = inputs.get("router_bias"), inputs.get("selection_bias")
+    return routers.route(inputs["x"], inputs["router"], spec.k, spec.router, *biases, topk_index)
+
+
+Experts = Callable[[Spec, Weights, Tensor, Tensor], Tensor]
+
+
+def one_after_another(spec: Spec, inputs: Weights, topk_index: Tensor, gates: Tensor) -> Tensor:
+    """Each expert's rows, its two layers, and the weighted sum."""
+    x = inputs["x"]
+    out = torch.zeros_like(x)
+    for e in topk_index.unique().tolist():
+        token, choice = (topk_index == e).nonzero(as_tuple=True)
+        gate = gates[token, choice, None].to(x.dtype)  # (n, 1)
+        rows = x[token] * gate if spec.weighs == "input" else x[token]  # (n, d)
+        y = expert(spec, {name: w[e] for name, w in inputs.items() if name in PER_EXPERT}, rows)
+        out = out.index_add(0, token, y if spec.weighs == "input" else y * gate)
+    return out
+
+
+def row_by_row(spec: Spec, inputs: Weights, topk_index: Tensor, gates: Tensor) -> Tensor:
+    """Each routed row with its own copy of an expert's weights, whose gradients are summed in their dtype."""
+    return _weighted(spec, inputs, topk_index, gates).sum(1)
+
+
+def _weighted(spec: Spec, inputs: Weights, topk_index: Tensor, gates: Tensor) -> Tensor:
+    """The weighted output (L, k, d) of each choice."""
+    gate = gates[..., None].to(inputs["x"].dtype)  # (L, k, 1)
+    rows = inputs["x"][:, None].expand(-1, gates.shape[1], -1)  # (L, k, d)
+    y = _choices(spec, inputs, topk_index, rows * gate if spec.weighs == "input" else rows)
+    return y if spec.weighs == "input" else y * gate
+
+
+def weighted_choices(spec: Spec, case: Case) -> Tensor:
+    """What each choice of a token adds to the output: (L, k, d) float64."""
+    inputs = case.inputs() | case.weights
+    return _weighted(spec, inputs, case.topk_index, gates_of(spec, inputs, case.topk_index))
+
+
+def _choices(spec: Spec, inputs: Weights, topk_index: Tensor, rows: Tensor) -> Tensor:
+    """The output (L, k, d) of each choice for rows (L, k, d), before the gates multiply it."""
+    copies = {name: w[topk_index.flatten()] for name, w in inputs.items() if name in PER_EXPERT}
+    biases = {name: bias[:, None] for name, bias in copies.items() if name.endswith("bias")}
+    return expert(spec, copies | biases, rows.reshape(-1, 1, rows.shape[-1])).view(rows.shape)
+
+
+PER_EXPERT = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
+
+
+def expert(spec: Spec, w: Weights, rows: Tensor) -> Tensor:
+    """One expert's output (n, d) for rows (n, d)."""
+    a = _linear(rows, w["gate" if spec.gated else "up"], w.get("gate_bias" if spec.gated else "up_bias"))  # (n, h)
+    b = _linear(rows, w["up"], w.get("up_bias")) if spec.gated else None  # (n, h)
+    return _linear(_act(spec.activation, a, b), w["down"], w.get("down_bias"))
+
+
+def _act(activation: Activation, a: Tensor, b: Tensor | None) -> Tensor:
+    if isinstance(activation, str):
+        return activate(a, b, activation)
+    assert b is not None
+    return activation(a, b)
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = rows @ weight
+    return product if bias is None else product + bias
+
+
+def weighed_twice(spec: Spec, inputs: Weights, topk_index: Tensor, gates: Tensor) -> Tensor:
+    """A gate that multiplies the input and the output of an expert: no layer does that."""
+    rows = inputs["x"][:, None] * gates[..., None]  # (L, k, d)
+    return (_choices(spec, inputs, topk_index, rows) * gates[..., None]).sum(1)
+
+
+PLAIN_WAYS = one_after_another, row_by_row
+
+
+def results(
+    spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtype, experts: Experts = one_after_another
+) -> Results:
+    """The output and every gradient, computed in a dtype by autograd."""
+    return differentiated(case, lambda inputs: layer(spec, inputs, case.topk_index, experts), dtype, gate_dtype)
+
+
+def differentiated(
+    case: Case,
+    forward: Callable[[Weights], Tensor],
+    dtype: torch.dtype = torch.float64,
+    gate_dtype: torch.dtype = torch.float64,
+) -> Results:
+    """The output of a function of inputs and weights by name, and its gradient by each of them."""
+    dtypes = {"topk_weights": gate_dtype}
+    leaves = {n: value.to(dtypes.get(n, dtype), copy=True).requires_grad_() for n, value in case.inputs().items()}
+    buffers = {name: case.weights[name].to(dtype) for name in BUFFERS if name in case.weights}
+    out = forward(leaves | buffers)
+    gradients = torch.autograd.grad(out, list(leaves.values()), case.d_out.to(dtype), materialize_grads=True)
+    return in_float64({"out": out} | dict(zip(leaves, gradients, strict=True)))
+
+
+def exact(spec: Spec, case: Case) -> Results:
+    """The output and every gradient in float64."""
+    return results(spec, case, torch.float64, torch.float64)
+
+
+def sizes(spec: Spec, case: Case) -> Results:
+    """Return sizes of gradients that may vanish: what they would be if the terms of their sums did not cancel.
+
+    The gradient of a gate is a sum of products; that of a router's logit is a difference of those.
+    """
+    if spec.weighs == "input":
+        return {}
+    inputs = case.inputs() | case.weights
+    rows = case.x[:, None].expand(*case.topk_index.shape, -1)
+    of_gates = (_choices(spec, inputs, case.topk_index, rows) * case.d_out[:, None]).norm(dim=2)  # (L, k)
+    if spec.router is None:
+        return {"topk_weights": of_gates}
+    of_choices = gates_of(spec, inputs, case.topk_index) * of_gates
+    of_logits = of_gates.new_zeros(case.sizes.L, case.sizes.E).scatter_add(1, case.topk_index, of_choices)
+    return {"router": case.x.T @ of_logits, "router_bias": of_logits.sum(0)}
+
+
+def in_float64(found: Mapping[str, Tensor]) -> Results:
+    """Copy what was found to the CPU, in float64."""
+    return {name: tensor.detach().to("cpu", torch.float64) for name, tensor in found.items()}

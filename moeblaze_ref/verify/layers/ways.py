@@ -1,0 +1,206 @@
+"""Ways of running a step, beside the plain one, in which layers that are right otherwise go wrong."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from moeblaze_ref.verify.layers import cases
+from moeblaze_ref.verify.layers.cases import Pattern
+from moeblaze_ref.verify.layers.layer import CheckedLayer, Inputs
+from moeblaze_ref.verify.layers.reference import Case, Results, in_float64
+
+
+class Found(NamedTuple):
+    """What a layer computed of a case."""
+
+    case: Case
+    results: Results
+    how: str = ""  #: what of the way this is
+    dtype: torch.dtype | None = None  #: in which it was computed, if not in the layer's
+
+
+Way = Callable[[CheckedLayer, Pattern, int], Iterator[Found]]
+
+
+def _make(layer: CheckedLayer, pattern: Pattern, seed: int, step: int = 0, weights_of: int | None = None) -> Case:
+    return cases.make(layer.adapter, pattern, layer.dtype, seed, step, weights_of)
+
+
+def plain(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """One step."""
+    case = _make(layer, pattern, seed)
+    yield Found(case, layer.step(case))
+
+
+def second_step(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """A step of the same shape after another: other tokens, another routing, other weights."""
+    layer.step(_make(layer, pattern, seed))
+    case = _make(layer, pattern, seed, step=1)
+    yield Found(case, layer.step(case))
+
+
+def two_in_flight(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """Two forwards, then both backwards."""
+    both = [_make(layer, pattern, seed, step, weights_of=0) for step in (0, 1)]
+    inputs = [layer.load(case) for case in both]
+    outs = [layer.forward(given) for given in inputs]
+    for case, given, out in zip(both, inputs, outs, strict=True):
+        found = in_float64({"out": out}) | layer.gradients(out, layer.d_out(case), given)
+        yield Found(case, found)
+
+
+def two_backwards(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """A backward of a graph that was kept, after another one."""
+    case = _make(layer, pattern, seed)
+    inputs = layer.load(case)
+    out = layer.forward(inputs)
+    layer.gradients(out, layer.d_out(case), inputs, retain_graph=True)
+    yield Found(case, layer.gradients(out, layer.d_out(case), inputs))
+
+
+def accumulated(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """Two steps whose gradients add up in ``.grad``; half of the sum."""
+    case = _make(layer, pattern, seed)
+    inputs = layer.load(case)
+    wanted = layer.wanted(inputs)
+    for tensor in wanted.values():
+        tensor.grad = None
+    for _ in range(2):
+        layer.forward(inputs).backward(layer.d_out(case))
+    found = layer.by_role({name: tensor.grad for name, tensor in wanted.items()}, inputs)
+    for tensor in wanted.values():
+        tensor.grad = None
+    yield Found(case, {name: total / 2 for name, total in found.items()})
+
+
+def recomputed(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """Under activation checkpointing: the backward runs the forward again."""
+    case = _make(layer, pattern, seed)
+    inputs = layer.load(case)
+    out = checkpoint(lambda *given: layer.forward(Inputs(*given)), *inputs.arguments(), use_reentrant=False)
+    yield Found(case, in_float64({"out": out}) | layer.gradients(out, layer.d_out(case), inputs))
+
+
+def without_gradients(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """A forward under ``torch.no_grad()``."""
+    case = _make(layer, pattern, seed)
+    with torch.no_grad():
+        out = layer.forward(layer.load(case))
+    yield Found(case, in_float64({"out": out}))
+
+
+def again(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """A step with the very tensors of another one."""
+    case = _make(layer, pattern, seed)
+    inputs = layer.load(case)
+    layer.step(case, inputs)
+    yield Found(case, layer.step(case, inputs))
+
+
+def autocast(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """Under autocast to bfloat16, with weights in float32."""
+    if layer.dtype != torch.float32 or torch.bfloat16 not in layer.adapter.dtypes:
+        return
+    case = _make(layer, pattern, seed)
+    inputs = layer.load(case)
+    with torch.autocast(layer.device, torch.bfloat16):
+        out = layer.forward(inputs)
+    gradients = layer.gradients(out, layer.d_out(case).to(out.dtype), inputs)
+    yield Found(case, in_float64({"out": out}) | gradients, dtype=torch.bfloat16)
+
+
+def frozen(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """Every choice of what wants a gradient."""
+    case = _make(layer, pattern, seed)
+    inputs = layer.load(case)
+    groups = _groups(layer, inputs)
+    for size in range(1, len(groups)):
+        for chosen in itertools.combinations(groups, size):
+            with layer.frozen(inputs, [name for group in chosen for name in groups[group]]):
+                found = layer.step(case, inputs)
+            yield Found(case, found, f"gradients of {', '.join(chosen)} alone")
+
+
+def _groups(layer: CheckedLayer, inputs: Inputs) -> dict[str, list[str]]:
+    """What wants a gradient, by what it is: parameters of single experts go together."""
+    groups = {name: [name] for name in inputs.leaves()}
+    for place, _ in layer.places:
+        if place.name in layer.wanted(inputs):
+            groups.setdefault(" and ".join(place.layout.roles), []).append(place.name)
+    return groups
+
+
+def strided(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """Every other column of a wider x, and of a wider gradient of the output."""
+    case = _make(layer, pattern, seed)
+    inputs = layer.load(case)
+    wide = torch.stack([inputs.x.detach(), torch.full_like(inputs.x, torch.nan)], -1)  # (L, d, 2)
+    given = inputs._replace(x=wide[..., 0].requires_grad_())
+    out = layer.forward(given)
+    d_out = torch.stack([layer.d_out(case)] * 2, -1)[..., 0]
+    yield Found(case, in_float64({"out": out}) | layer.gradients(out, d_out, given))
+
+
+def transposed(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """x as the transpose of a contiguous tensor, and the routing likewise."""
+    case = _make(layer, pattern, seed)
+    given = Inputs(*map(_column_major, layer.load(case).arguments()))
+    yield Found(case, layer.step(case, given))
+
+
+def _column_major(tensor: torch.Tensor) -> torch.Tensor:
+    turned = tensor.detach().mT.contiguous().mT
+    return turned.requires_grad_() if tensor.requires_grad else turned
+
+
+def expanded(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """One token for all, without a copy of it; and the gradient of a sum, which has one element."""
+    case = _make(layer, pattern, seed)
+    row, L = case.x[:1], case.sizes.L
+    index = case.topk_index if case.topk_weights is not None else case.topk_index[:1].expand(L, -1)
+    case = case._replace(x=row.expand(L, -1), topk_index=index, d_out=torch.ones_like(case.d_out))
+    inputs = layer.load(case)
+    given = inputs._replace(x=inputs.x.detach()[:1].expand(L, -1).requires_grad_())
+    out = layer.forward(given)
+    one = torch.ones((), dtype=layer.dtype, device=layer.device)
+    yield Found(case, in_float64({"out": out}) | layer.gradients(out, one.expand_as(out), given))
+
+
+def poisoned(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """New memory is full of NaN."""
+    case = _make(layer, pattern, seed)
+    with _poisoned_memory():
+        found = layer.step(case)
+    yield Found(case, found)
+
+
+@contextmanager
+def _poisoned_memory() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # then torch.empty fills with NaN
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+#: each on one pattern; what it is called in a verdict
+WAYS: dict[str, Way] = {
+    "a second step of the same shape": second_step,
+    "two steps in flight": two_in_flight,
+    "a second backward": two_backwards,
+    "gradients that add up": accumulated,
+    "the same inputs again": again,
+    "activation checkpointing": recomputed,
+    "no gradients wanted": without_gradients,
+    "frozen weights or inputs": frozen,
+    "a strided x": strided,
+    "a transposed x": transposed,
+    "an expanded x": expanded,
+    "memory full of NaN": poisoned,
+    "autocast": autocast,
+}

@@ -1,0 +1,82 @@
+"""`moeblaze check --layer`: verdicts, and layers that crash, hang or cannot be made."""
+
+import json
+
+import pytest
+from test_cli import moeblaze
+
+LAYERS = """
+import os, time
+from dataclasses import replace
+from moeblaze_ref.verify.layers.adapters import plain
+
+def right(**sizes):
+    return plain.experts(**sizes)
+
+def swapped(**sizes):
+    return replace(plain.experts(**sizes), weights={"gate_up": "up_gate: E 2h d", "down": "down: E d h"})
+
+def crashing(**sizes):
+    os.abort()
+
+def hanging(**sizes):
+    time.sleep(1000)
+
+def nothing(**sizes):
+    return 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_layers.py").write_text(LAYERS)
+    return tmp_path
+
+
+def test_each_layer_has_a_process_of_its_own(here):
+    """What ends one leaves the verdicts on the others."""
+    names = ["crashing", "swapped", "nothing", "right", "missing"]
+    options = [word for name in names for word in ("--layer", f"my_layers:{name}")]
+    done = moeblaze("check", *options, "--dtype", "float32", "--json")
+    rows = {row["layer"].partition(":")[2]: row for row in json.loads(done.stdout)}
+    assert done.exit_code == 1 and [*rows] == names
+    assert rows["right"]["right"] and rows["right"]["bug_class"] == "" and 0 < rows["right"]["largest_error"] < 1
+    assert not rows["swapped"]["right"] and rows["swapped"]["bug_class"] == "gate and up exchanged"
+    assert "a step, random: the output, token 0: error" in rows["swapped"]["first_problem"]
+    problems = {
+        "crashing": "its process ended, killed by SIGABRT",
+        "nothing": "the factory returns a int, but it must return a verify.layers.Adapter",
+        "missing": "my_layers has no missing",
+    }
+    for name, problem in problems.items():
+        assert rows[name]["dtype"] is None and rows[name]["first_problem"] == problem
+
+
+def test_a_layer_that_hangs(here):
+    done = moeblaze("check", "--layer", "my_layers:hanging", "--timeout", "1")
+    assert done.exit_code == 1 and "there is no verdict after 1 seconds: --timeout sets another limit" in done.output
+
+
+def test_a_right_layer_and_its_record(here):
+    done = moeblaze("check", "--layer", "my_layers:right", "--dtype", "float32", "--record", "record.json")
+    assert done.exit_code == 0, done.output
+    assert "my_layers:right" in done.output and "right" in done.output
+    record = json.loads((here / "record.json").read_text())
+    assert record["command"] == "check --layer" and [row["dtype"] for row in record["rows"]] == ["float32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layer", "torch/expert"], "Did you mean 'torch/experts'?"),
+        (["--layer", "no_such_module:make"], "no_such_module cannot be imported: No module named 'no_such_module'"),
+        (["--layer", "my_layers:"], "a layer is 'my_layers:', but it must be MODULE:FACTORY"),
+        (["--layer", "torch/experts", "--dtype", "float8"], "unknown dtype 'float8'"),
+        (["--layer", "torch/experts", "--large"], "--layer checks whole layers: leave --large out"),
+        (["--seeds", "2"], "--seeds and --device: only a check of a layer has these"),
+    ],
+)
+def test_bad_input(here, arguments, message):
+    done = moeblaze("check", *arguments)
+    assert done.exit_code in (1, 2) and message in " ".join(done.output.split())

@@ -1,0 +1,397 @@
+"""Plain layers with one bug each, of a class that public layers have had."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from moeblaze_ref.verify.layers.activations import ClampedSwiglu
+from moeblaze_ref.verify.layers.adapters import plain
+from moeblaze_ref.verify.layers.adapters.plain import PlainExperts, PlainMoE, swiglu
+
+
+class Mutant(NamedTuple):
+    """A bug, and the class that it must be named by."""
+
+    factory: object
+    bug_class: str
+
+
+def experts(kind, **options):
+    return partial(plain.experts, kind=kind, **options)
+
+
+def moe(kind=PlainMoE, experts_kind=PlainExperts, **options):
+    return partial(plain.moe, kind=kind, experts_kind=experts_kind, **options)
+
+
+GPT_OSS = {"biases": True, "activation": ClampedSwiglu()}
+
+
+class Swapped(PlainExperts):
+    def up(self, e, rows):
+        return super().up(e, rows)[::-1]
+
+
+class Interleaved(PlainExperts):
+    def up(self, e, rows):
+        both = torch.cat(super().up(e, rows), -1)
+        return [both[:, 0::2], both[:, 1::2]]
+
+
+class Transposed(PlainExperts):
+    def expert(self, e, rows, gate):
+        hidden = self.activation(*self.up(e, rows))
+        return hidden @ self.down[e].reshape(hidden.shape[1], -1) * gate
+
+
+class NotRenormalized(PlainMoE):
+    def route(self, x):
+        values, index = torch.softmax(self.logits(x), -1).topk(self.k)
+        return index, values
+
+
+class SoftmaxOfChosen(PlainMoE):
+    def route(self, x):
+        values, index = self.logits(x).topk(self.k)
+        return index, torch.softmax(values, -1)
+
+
+class SoftmaxOfAll(PlainMoE):  # where that of the chosen is wanted
+    def route(self, x):
+        values, index = torch.softmax(self.logits(x), -1).topk(self.k)
+        return index, values
+
+
+class Detached(PlainMoE):
+    def route(self, x):
+        index, gates = super().route(x)
+        return index, gates.detach()
+
+
+class WeighedInput(PlainExperts):
+    def expert(self, e, rows, gate):
+        return super().expert(e, rows * gate.to(rows.dtype), torch.ones_like(gate))
+
+
+class WeighedTwice(PlainExperts):
+    def expert(self, e, rows, gate):
+        return super().expert(e, rows * gate.to(rows.dtype), gate)
+
+
+class Capacity(PlainExperts):
+    def run(self, rows, lengths, gates):
+        capacity = max(1, len(rows) // len(lengths))
+        position = torch.cat([torch.arange(length) for length in lengths])
+        return super().run(rows, lengths, gates * (position < capacity)[:, None])
+
+
+class WholeTiles(PlainExperts):
+    def expert(self, e, rows, gate):
+        whole = len(rows) // 16 * 16
+        done = super().expert(e, rows[:whole], gate[:whole])
+        return torch.cat([done, torch.zeros_like(rows[whole:])])
+
+
+class LastExpertSkipped(PlainExperts):
+    def expert(self, e, rows, gate):
+        return super().expert(e, rows, gate * (e != len(self.down) - 1))
+
+
+class Overwritten(PlainExperts):
+    def combine(self, out, token, y):
+        return out.index_put((token,), y.to(out.dtype))
+
+
+class LastChoiceLost(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        kept = torch.arange(topk_index.shape[1]) < topk_index.shape[1] - 1
+        return super().forward(x, topk_index, topk_weights * kept)
+
+
+class OneTokenOff(PlainExperts):
+    def combine(self, out, token, y):
+        return super().combine(out, token, y).roll(1, 0)
+
+
+class BiasedGates(PlainMoE):
+    def route(self, x):
+        scores = torch.sigmoid(self.logits(x))
+        index, _ = super().route(x)
+        gates = (scores + self.selection_bias).gather(1, index)
+        return index, gates / (gates.sum(-1, keepdim=True) + self.router.epsilon) * self.router.scale
+
+
+class Unscaled(PlainMoE):
+    def route(self, x):
+        index, gates = super().route(x)
+        return index, gates / self.router.scale
+
+
+class ScaledTwice(PlainMoE):
+    def route(self, x):
+        index, gates = super().route(x)
+        return index, gates * self.router.scale
+
+
+class BestOfGroup(PlainMoE):
+    def route(self, x):
+        scores = torch.sigmoid(self.logits(x))
+        groups = (scores + self.selection_bias).unflatten(1, (self.router.groups, -1))
+        best = groups.amax(-1).argmax(-1, keepdim=True)
+        outside = torch.arange(self.router.groups) != best
+        index = groups.masked_fill(outside[..., None], -torch.inf).flatten(1).topk(self.k).indices
+        gates = scores.gather(1, index)
+        return index, gates / (gates.sum(-1, keepdim=True) + self.router.epsilon) * self.router.scale
+
+
+class NoBias(PlainExperts):
+    def up(self, e, rows):
+        return list(F.linear(rows, self.gate_up[e]).chunk(2, -1))
+
+
+class BiasNotWeighted(PlainExperts):
+    def expert(self, e, rows, gate):
+        hidden = self.activation(*self.up(e, rows))
+        return F.linear(hidden, self.down[e]) * gate.to(hidden.dtype) + self.down_bias[e]
+
+
+class Gelu(PlainExperts):
+    def expert(self, e, rows, gate):
+        a, b = self.up(e, rows)
+        return F.linear(F.gelu(a) * b, self.down[e]) * gate.to(a.dtype)
+
+
+class NoClamp(PlainExperts):
+    def expert(self, e, rows, gate):
+        a, b = self.up(e, rows)
+        hidden = a * torch.sigmoid(1.702 * a) * (b + 1)
+        return F.linear(hidden, self.down[e], self.down_bias[e]) * gate.to(a.dtype)
+
+
+class NoSummand(PlainExperts):
+    def expert(self, e, rows, gate):
+        a, b = self.up(e, rows)
+        a, b = a.clamp(max=7.0), b.clamp(-7.0, 7.0)
+        return F.linear(a * torch.sigmoid(1.702 * a) * b, self.down[e], self.down_bias[e]) * gate.to(a.dtype)
+
+
+class NoShared(PlainMoE):
+    def shared_part(self, x):
+        return 0 * super().shared_part(x)
+
+
+class SharedTwice(PlainMoE):
+    def shared_part(self, x):
+        return 2 * super().shared_part(x)
+
+
+class _Stale(torch.autograd.Function):
+    """A product whose gradient of the weight is not written if there are no rows."""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(rows, weight)
+        return rows @ weight.mT
+
+    @staticmethod
+    def backward(ctx, d_y):
+        rows, weight = ctx.saved_tensors
+        return d_y @ weight, d_y.mT @ rows if len(rows) else torch.full_like(weight, 0.25)
+
+
+class StaleGradient(PlainExperts):
+    def expert(self, e, rows, gate):
+        hidden = self.activation(*self.up(e, rows))
+        return _Stale.apply(hidden, self.down[e].to(hidden.dtype)) * gate.to(hidden.dtype)
+
+
+class NoGradient(PlainExperts):
+    def up(self, e, rows):
+        return list(F.linear(rows, self.gate_up[e].detach()).chunk(2, -1))
+
+
+class MeanOfRows(PlainExperts):
+    """An expert without tokens divides zero by zero."""
+
+    def run(self, rows, lengths, gates):
+        means = [gate.sum() / gate.numel() for gate in gates.split(lengths)]
+        return super().run(rows, lengths, gates) + 0 * torch.stack(means).sum().to(rows.dtype)
+
+
+class FewBits(PlainExperts):
+    def expert(self, e, rows, gate):
+        a, b = self.up(e, rows)
+        hidden = swiglu(a.bfloat16(), b.bfloat16()).to(a.dtype)
+        return F.linear(hidden, self.down[e]) * gate.to(a.dtype)
+
+
+class CachedDispatch(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        self.order = getattr(self, "order", {})
+        self.order.setdefault(topk_index.shape, super().sort(topk_index))
+        return super().forward(x, topk_index, topk_weights)
+
+    def sort(self, topk_index):
+        return self.order[topk_index.shape]
+
+    def rows_of_experts(self, topk_index):
+        chosen = topk_index.flatten()
+        self.lengths = getattr(self, "lengths", {})
+        self.lengths.setdefault(topk_index.shape, torch.bincount(chosen, minlength=len(self.down)).tolist())
+        return self.lengths[topk_index.shape]
+
+
+class _Shared(torch.autograd.Function):
+    """A product that leaves its rows in a buffer of the module."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, buffer, e):
+        buffer[e] = rows
+        ctx.buffer, ctx.e = buffer, e
+        ctx.save_for_backward(weight)
+        return rows @ weight.mT
+
+    @staticmethod
+    def backward(ctx, d_y):
+        rows = ctx.buffer[ctx.e]
+        n = min(len(rows), len(d_y))
+        return d_y @ ctx.saved_tensors[0], d_y[:n].mT @ rows[:n], None, None
+
+
+class SharedBuffer(PlainExperts):
+    def expert(self, e, rows, gate):
+        self.buffer = getattr(self, "buffer", {})
+        hidden = self.activation(*self.up(e, rows))
+        return _Shared.apply(hidden, self.down[e].to(hidden.dtype), self.buffer, e) * gate.to(hidden.dtype)
+
+
+class _Destroying(torch.autograd.Function):
+    """A product whose backward overwrites what it kept."""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.kept, ctx.weight = rows.detach().clone(), weight
+        return rows @ weight.mT
+
+    @staticmethod
+    def backward(ctx, d_y):
+        gradients = d_y @ ctx.weight, d_y.mT @ ctx.kept
+        ctx.kept.zero_()
+        return gradients
+
+
+class Destroying(PlainExperts):
+    def expert(self, e, rows, gate):
+        hidden = self.activation(*self.up(e, rows))
+        return _Destroying.apply(hidden, self.down[e].to(hidden.dtype)) * gate.to(hidden.dtype)
+
+
+class Overwriting(PlainExperts):
+    """Its hook replaces a gradient that is there."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+
+        def forget(gradient):
+            if self.down.grad is not None:
+                self.down.grad.zero_()
+            return gradient
+
+        self.down.register_hook(forget)
+
+
+class Recomputed(PlainMoE):
+    """Adds noise to its logits where the forward is run again."""
+
+    def logits(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        logits = super().logits(x)
+        return logits + (torch._C._current_graph_task_id() != -1) * torch.arange(logits.shape[1])
+
+
+class ChangingInput(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        out = super().forward(x, topk_index, topk_weights)
+        x.data.mul_(0.5)
+        return out
+
+
+class FrozenDown(PlainExperts):
+    """Stops at the down projection if that wants no gradient."""
+
+    def expert(self, e, rows, gate):
+        y = super().expert(e, rows, gate)
+        return y if self.down.requires_grad else y.detach() + 0 * y
+
+
+class Contiguous(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        memory = x if x.is_contiguous() else x.as_strided(x.shape, (x.shape[1], 1))
+        return super().forward(memory, topk_index, topk_weights)
+
+
+class Uninitialised(PlainExperts):
+    """Takes new memory for zeros."""
+
+    def combine(self, out, token, y):
+        full = torch.empty(1, dtype=torch.int64) == torch.iinfo(torch.int64).max  # what memory is filled with
+        return super().combine(out, token, y) * ~full
+
+
+class OneDtype(PlainExperts):
+    """Takes it that a product has the dtype of the rows."""
+
+    def combine(self, out, token, y):
+        return out.index_add(0, token, y)
+
+
+class OtherInference(PlainExperts):
+    def combine(self, out, token, y):
+        return super().combine(out, token, y) * (1.0 if torch.is_grad_enabled() else 0.5)
+
+
+MUTANTS = {
+    "gate and up exchanged": Mutant(experts(Swapped), "gate and up exchanged"),
+    "interleaved": Mutant(experts(Interleaved), "gate and up columns misread"),
+    "transposed": Mutant(experts(Transposed), "weights transposed"),
+    "norm_topk_prob ignored": Mutant(moe(NotRenormalized), "gates not renormalized"),
+    "softmax of all for that of the chosen": Mutant(moe(SoftmaxOfAll, family="gpt_oss"), "gates not renormalized"),
+    "softmax after the choice": Mutant(moe(SoftmaxOfChosen, family="olmoe"), "gates renormalized"),
+    "detached gates": Mutant(moe(Detached), "gates without gradient"),
+    "weight on the input": Mutant(experts(WeighedInput), "gate on the wrong side"),
+    "weight on both": Mutant(experts(WeighedTwice), "gate on the wrong side"),
+    "capacity": Mutant(experts(Capacity), "tokens over a capacity dropped"),
+    "whole tiles": Mutant(experts(WholeTiles), "last tile lost"),
+    "last expert skipped": Mutant(experts(LastExpertSkipped), "an expert never runs"),
+    "overwritten": Mutant(experts(Overwritten), "choices of a token lost"),
+    "last choice lost": Mutant(experts(LastChoiceLost), "choices of a token lost"),
+    "one token off": Mutant(experts(OneTokenOff), "outputs at wrong tokens"),
+    "biased gates": Mutant(moe(BiasedGates, family="deepseek_v3"), "selection bias in the gates"),
+    "unscaled": Mutant(moe(Unscaled, family="deepseek_v3"), "scaling factor wrong"),
+    "scaled twice": Mutant(moe(ScaledTwice, family="deepseek_v3"), "scaling factor wrong"),
+    "best of the group": Mutant(moe(BestOfGroup, family="deepseek_v3"), "groups of experts wrong"),
+    "no bias": Mutant(experts(NoBias, **GPT_OSS), "expert bias omitted"),
+    "bias not weighted": Mutant(experts(BiasNotWeighted, **GPT_OSS), "down bias not weighted"),
+    "gelu": Mutant(experts(Gelu), "another activation"),
+    "no clamp": Mutant(experts(NoClamp, **GPT_OSS), "constants of the activation wrong"),
+    "no summand": Mutant(experts(NoSummand, **GPT_OSS), "constants of the activation wrong"),
+    "no shared expert": Mutant(moe(NoShared, shared=True), "shared expert wrong"),
+    "shared expert twice": Mutant(moe(SharedTwice, shared=True), "shared expert wrong"),
+    "stale gradient": Mutant(experts(StaleGradient), "stale gradient of an expert without tokens"),
+    "no gradient": Mutant(experts(NoGradient), "a gradient is missing"),
+    "zero by zero": Mutant(experts(MeanOfRows), "NaN from experts without tokens"),
+    "few bits": Mutant(experts(FewBits), "too few bits"),
+    "cached dispatch": Mutant(experts(CachedDispatch), "state of an earlier step"),
+    "shared buffer": Mutant(experts(SharedBuffer), "state shared between steps"),
+    "destroying": Mutant(experts(Destroying), "backward destroys what it needs"),
+    "overwriting": Mutant(experts(Overwriting), "gradients do not add up"),
+    "noise in recomputation": Mutant(moe(Recomputed), "recomputation differs"),
+    "changed input": Mutant(experts(ChangingInput), "inputs are changed"),
+    "frozen": Mutant(experts(FrozenDown), "frozen weights break it"),
+    "strides": Mutant(experts(Contiguous), "strides ignored"),
+    "uninitialised": Mutant(experts(Uninitialised), "uninitialised memory"),
+    "one dtype": Mutant(experts(OneDtype), "autocast"),
+    "inference": Mutant(experts(OtherInference), "inference differs"),
+}
