@@ -1,5 +1,6 @@
 """The experts' kernels for weights as models store them: bytes as stated, bits of the other stages, faults caught."""
 
+import functools
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -59,11 +60,27 @@ def run(version, layout, executor, case):
     return dict(zip(NAMES, (out, d_x, d_gate_up, d_down, d_gates), strict=True))
 
 
-def expected(version, layout, executor, case):
-    """The same of weights in tensors of their own."""
-    stages = raw_layer.stages_for(case.x, case.weights, executor, version)
-    out, d_x, of_weights, d_gates = run_layer(stages, case.weights, case)
+@functools.cache
+def separate(version, case, tile=None):
+    """The results of weights in tensors of their own."""
+    executor = Quick()
+    with tiles.trying(tile) if tile else nullcontext():
+        stages = raw_layer.stages_for(case.x, case.weights, executor, version)
+        return run_layer(stages, case.weights, case)
+
+
+def expected(version, layout, case, tile=None):
+    """The same by name, as a layout stores the gradients of the weights."""
+    out, d_x, of_weights, d_gates = separate(version, case, tile)
     return dict(zip(NAMES, (out, d_x, *stored(*of_weights, layout), d_gates), strict=True))
+
+
+@functools.cache
+def case_of(version, activation="swiglu", several=False):
+    """A case of which a version has more than one tile, at least of rows; or several each way."""
+    case = SEVERAL_TILES if several or version == "7_persistent" else RAGGED
+    weights = case.weights if is_gated(activation) else case.weights._replace(w2=None)
+    return replace(case, activation=activation, weights=weights).astype(packed.VERSIONS[version][0])
 
 
 def assert_same(found, wanted):
@@ -81,18 +98,16 @@ def assert_same(found, wanted):
 @every_cell
 @pytest.mark.parametrize("version", packed.VERSIONS)
 def test_the_bits_are_those_of_weights_in_tensors_of_their_own(version, layout, activation):
-    case = replace(SEVERAL_TILES, activation=activation).astype(packed.VERSIONS[version][0])
-    if not is_gated(activation):
-        case = replace(case, weights=case.weights._replace(w2=None))
-    assert_same(run(version, layout, Quick(), case), expected(version, layout, Quick(), case))
+    case = case_of(version, activation)
+    assert_same(run(version, layout, Quick(), case), expected(version, layout, case))
 
 
 @every_layout
 @pytest.mark.parametrize("version", ["3_mma", gemm.TF32])
 def test_several_small_tiles(version, layout):
-    case = RAGGED.astype(packed.VERSIONS[version][0])
+    case = case_of(version)
     with tiles.trying(SMALL):
-        assert_same(run(version, layout, Quick(), case), expected(version, layout, Quick(), case))
+        assert_same(run(version, layout, Quick(), case), expected(version, layout, case, SMALL))
 
 
 @every_layout
@@ -106,7 +121,7 @@ def test_every_order_of_threads_gives_the_same_bits(version, layout):
 
 @every_layout
 def test_any_number_of_blocks_that_stay_gives_the_same_bits(layout):
-    case = SEVERAL_TILES.astype("bfloat16")
+    case = case_of("7_persistent")
     first, second = [run("7_persistent", layout, executor, case) for executor in (Quick(), blocks_that_stay(2, seed=2))]
     for name in NAMES:
         np.testing.assert_array_equal(second[name], first[name], err_msg=name)
@@ -228,6 +243,7 @@ SHOWN_IN = {  # the layouts that a fault spoils, if it is not every one
     "one panel of down": ("linear",),
     "pairs of the first chunk twice": ("interleaved",),
 }
+BEYOND_ONE_TILE = {FAULTS["3_mma"][name] for name in ("first hidden elements alone", "gate terms of one tile")}
 PLANTED = [
     pytest.param(version, change, layout, id=f"{version}: {name}, {layout}")
     for version, faults in FAULTS.items()
@@ -238,10 +254,9 @@ PLANTED = [
 
 @pytest.mark.parametrize(("version", "change", "layout"), PLANTED)
 def test_a_planted_fault_is_caught(version, change, layout):
-    case = (RAGGED if version == "2_tiled" else SEVERAL_TILES).astype(packed.VERSIONS[version][0])
+    several, tile = change in BEYOND_ONE_TILE, SMALL if version == "3_mma" else None
+    case = case_of(version, several=several)
     executor = Planted(gemm.file_of("packed", version), *change, seed=3)
     executor.multiprocessors = 2
-    with tiles.trying(SMALL) if version == "3_mma" else nullcontext():
-        wanted = expected(version, LAYOUTS[layout], Quick(), case)
-        with pytest.raises((AssertionError, KernelFault)):
-            assert_same(run(version, LAYOUTS[layout], executor, case), wanted)
+    with tiles.trying(tile) if tile else nullcontext(), pytest.raises((AssertionError, KernelFault)):
+        assert_same(run(version, LAYOUTS[layout], executor, case), expected(version, LAYOUTS[layout], case, tile))
