@@ -46,11 +46,6 @@ def is_contiguous(array: Array) -> bool:
     return found
 
 
-def contiguous(array: Array) -> Array:
-    """The array itself if it is contiguous, else a copy that is."""
-    return array.contiguous() if hasattr(array, "contiguous") else library_of(array).ascontiguousarray(array)
-
-
 def is_writable(array: Array) -> bool:
     """Whether it may be written: numpy's alone may be read-only."""
     return getattr(getattr(array, "flags", None), "writeable", True)

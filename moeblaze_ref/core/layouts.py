@@ -44,13 +44,6 @@ class Layout:
         h = gate_up.shape[2] // 2
         return gate_up[:, :, :h], gate_up[:, :, h:]
 
-    def columns_of(self, ab: Array) -> tuple[Array, Array]:
-        """Return a and b of a gated activation: views (R, h) of ab (R, 2h), whose columns are in gate_up's order."""
-        if self.interleaved:
-            return ab[:, 0::2], ab[:, 1::2]
-        h = ab.shape[1] // 2
-        return ab[:, :h], ab[:, h:]
-
 
 LAYOUTS = {
     layout.name: layout

@@ -8,6 +8,7 @@ The weights stay as a model stores them: the kernels read them where they lie, a
 Source: MoEBlaze (arXiv 2601.05296), sections 3 and 5.
 """
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.raw_cuda import packed
+from moeblaze_ref.backends.raw_cuda.dispatch import build_open
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.core.layouts import LAYOUTS
@@ -47,6 +49,7 @@ def experts(
     policy: str = "minimal",
     layout: str = "linear",
     version: str | None = None,
+    first: int | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's chosen experts.
 
@@ -59,7 +62,7 @@ def experts(
     down : Tensor
         The down-projection, in the shape of the layout.
     topk_index : Tensor (L, k), int64 or int32
-        Expert ids in 0..E-1, distinct in a row.
+        Expert ids in 0..E-1, distinct in a row. With ``first``, any ids.
     topk_weights : Tensor (L, k), float32, bfloat16 or float16
         What each chosen expert's output is multiplied by.
     activation : str
@@ -77,6 +80,11 @@ def experts(
           `MoELayer`.
     version : str, optional
         As in `MoELayer`; but in ``separate``, one of ``packed.VERSIONS``.
+    first : int, optional
+        The id of the first expert that is here, where others are on other ranks. Ids outside
+        ``first``..``first + E - 1`` are skipped: they add nothing to the output, and their weights have a gradient of
+        0. transformers numbers the experts of a rank from 0 and gives all others the id E: ``first=0``. Room is
+        allocated for all L * k rows.
 
     Returns
     -------
@@ -99,7 +107,7 @@ def experts(
     to check the ids. The weights are never copied, but by autocast: one that is not contiguous, or begins at no
     multiple of 16 bytes, is refused.
     """
-    arguments = x, gate_up, down, topk_index, topk_weights, activation, policy, layout, version
+    arguments = x, gate_up, down, topk_index, topk_weights, activation, policy, layout, version, first
     if torch.compiler.is_compiling():
         from moeblaze_ref.nn import torch_uncompiled
 
@@ -154,10 +162,10 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.randn(up, device=device, dtype=dtype) * d**-0.5)
         self.down = nn.Parameter(torch.randn(down, device=device, dtype=dtype) * h**-0.5)
 
-    def forward(self, x: Tensor, topk_index: Tensor, topk_weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, topk_index: Tensor, topk_weights: Tensor, first: int | None = None) -> Tensor:
         """The output (..., d) for x (..., d) and a routing (L, k), as `experts` takes them."""
         names = self.activation, self.policy, self.layout, self.version
-        return experts(x, self.gate_up, self.down, topk_index, topk_weights, *names)
+        return experts(x, self.gate_up, self.down, topk_index, topk_weights, *names, first)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
@@ -185,6 +193,7 @@ def _run(
     policy: str,
     layout: str,
     version: str | None,
+    first: int | None,
 ) -> Tensor:
     torch_operands.check_call(x, NAME)
     _check_names(activation, policy, layout, version)
@@ -195,11 +204,17 @@ def _run(
     assert w1 is not None and w3 is not None  # as `_named` has found
     k = _check_routing_weights(topk_weights, x)
     checks.check_kernel_limits(w1.shape[0], k)
-    routing = torch_operands.checked_routing("topk_index", topk_index, x, k, w1.shape[0], IDS)
+    E = w1.shape[0]
+    if first is None:
+        routing = torch_operands.checked_routing("topk_index", topk_index, x, k, E, IDS)
+    else:
+        checks.check_int("first", first, at_least=0)
+        checks.check_routed_rows(topk_weights.shape[0], k)
+        routing = torch_operands.checked_part("topk_index", topk_index, x, k, first, E, IDS)
     operands = ExpertOperands(w1, w2, w3, topk_weights.contiguous())
     rows = torch_operands.aligned(torch_operands.rows_of(tokens))
     policy = policy if has_backward(rows, operands) else "inputs"
-    system = RoutedByCaller(activation, policy, layout, version)
+    system = RoutedByCaller(activation, policy, layout, version, first is not None)
     outputs, executor = torch_node.run(system, NAME, rows, operands, routing)
     log.debug("%s runs on %s", NAME, executor)
     return outputs[0].reshape(x.shape)
@@ -212,11 +227,14 @@ class RoutedByCaller(NamedTuple):
     policy: str
     layout: str
     version: str | None
+    partial: bool  # some ids may be EMPTY
 
     def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands, topk_experts: Array | None) -> Forward:
         """Dispatch the tokens as they were routed, and run the experts."""
         stages = self._stages(x, operands, bridge.executor)
-        dispatch = stages.dispatch.build(topk_experts, operands.w1.shape[0])
+        E = operands.w1.shape[0]
+        build = functools.partial(build_open, executor=bridge.executor) if self.partial else stages.dispatch.build
+        dispatch = build(bridge.executor.cast(topk_experts, "int32"), E)
         gates = bridge.executor.cast(operands.topk_weights, "float32")
         out, kept = layer.run_experts(stages, x, operands, dispatch, gates, self.activation, self.policy)
         return Forward(bridge.tensor(out), None, None, None, bridge.by_name(dispatch.arrays() | kept))

@@ -12,6 +12,7 @@ from planted import Planted, Quick
 
 from moeblaze_ref.backends.raw_cuda import gemm, packed, tiles
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
+from moeblaze_ref.backends.raw_cuda.activation import act
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor, _static_shared_bytes
@@ -185,6 +186,18 @@ def test_only_what_the_policy_stores_is_written(version, stores, layout):
     assert none is None and (ab is None) == ("a" not in stores) and (y_swi is None) == ("y_swi" not in stores)
     for found, whole in ((ab, everything[0]), (y_swi, everything[2])):
         assert found is None or np.array_equal(found, whole)
+
+
+@every_cell
+def test_the_activation_alone(layout, activation):
+    """As the policy ``conventional`` keeps it: of a, from where it lies in ab."""
+    rows, executor = np.random.default_rng(3).standard_normal((7, 24)).astype(np.float32), SimtExecutor()
+    gated = is_gated(activation)
+    with executor.recording() as launches:
+        found = packed.Packed(layout, gated, executor, "2_tiled").act(rows, activation)
+    a = rows if not gated else rows[:, 0::2] if layout.interleaved else rows[:, :12]
+    np.testing.assert_array_equal(found, act.unchecked(np.ascontiguousarray(a), activation, SimtExecutor()))
+    assert_as_stated(launches[0], stated("packed/act.cu"), {"s": 4, "R": 7, "h": a.shape[1]})
 
 
 @every_layout

@@ -10,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch_layers import all_equal, make_layer, make_x
 
+from moeblaze_ref.backends.raw_cuda.packed import Packed
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated, preset
 from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.memory import measure
-from moeblaze_ref.nn import Experts, experts, oracle, torch_node
+from moeblaze_ref.nn import Experts, MoELayer, experts, oracle, torch_node
 from moeblaze_ref.runtime import torch_bridge
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import relative_error
@@ -325,6 +326,60 @@ def test_a_layout_keeps_as_many_bytes(layout, policy):
     assert counts[0] == counts[1] > 0
 
 
+def peak(step, *operands):
+    return max(measure.live_bytes(step, *operands, exclude=operands))
+
+
+def peaks_at_full_size(name, policy, version):
+    """{layout: the most bytes alive in a step}, with `MoELayer` as "layer", and the bytes of half of gate_up."""
+    config = preset(name).config
+    L, d, h, E, k = (getattr(config, size) for size in "LdhEk")
+    narrow = {"dtype": torch.bfloat16, "requires_grad": True}
+    with FakeTensorMode():
+        whole = MoELayer(d, h, E, k, config.activation, policy, dtype=torch.bfloat16, version=version)
+        x, weights = torch.empty(L, d, **narrow), torch.empty(L, k, **narrow)
+        ids = torch.empty(L, k, dtype=torch.int64)
+        leaves = [x, *whole.parameters()]
+        found = {"layer": peak(lambda *leaves: torch.autograd.grad(whole(leaves[0]).out.sum(), leaves), *leaves)}
+        for layout, lies in LAYOUTS.items():
+            up, down = [torch.empty(shape, **narrow) for shape in lies.shapes(E, d, h, True)]
+            options = {"activation": config.activation, "policy": policy, "layout": layout, "version": version}
+            found[layout] = peak(
+                lambda x, up, down, weights, ids, options=options: torch.autograd.grad(
+                    experts(x, up, down, ids, weights, **options).sum(), (x, up, down, weights)
+                ),
+                *(x, up, down, weights, ids),
+            )
+    return found, 2 * E * d * h
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["conf3", "mixtral", "qwen3"])
+def test_no_weight_is_copied_at_full_size(name, policy):
+    """The second half of gate_up's gradient is born with the first: a step may need its bytes more, and no others."""
+    for version in ("3_mma", "7_persistent"):
+        found, half = peaks_at_full_size(name, policy, version)
+        for layout in LAYOUTS:
+            assert found[layout] <= found["layer"] + half
+            assert found[layout] == found["linear"]
+
+
+def test_a_copy_of_a_weight_would_be_seen(monkeypatch):
+    """Of gate_up, in the backward of a step whose peak has all gradients."""
+    found, half = peaks_at_full_size("mixtral", "minimal", "7_persistent")
+    forward = Packed.up_weight_gradient
+
+    def copying(stage, d_ab, x, dispatch):
+        copies.append(stage.executor.empty(shape, "bfloat16"))
+        return forward(stage, d_ab, x, dispatch)
+
+    copies, config = [], preset("mixtral").config
+    shape = (config.E, 2 * config.h, config.d)
+    monkeypatch.setattr(Packed, "up_weight_gradient", copying)
+    copied, _ = peaks_at_full_size("mixtral", "minimal", "7_persistent")
+    assert copied["linear"] > found["layer"] + half >= found["linear"]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_kept_is_what_the_layer_keeps_but_the_router(policy):
     inputs = make()
@@ -499,6 +554,55 @@ def test_what_does_not_fit_the_layout_is_refused(name):
     with pytest.raises(error, match=message) as refused:
         replace(make().stored("linear"), **changes).call()
     assert "\n" not in str(refused.value)
+
+
+# Experts of other ranks
+
+
+def shard(inputs, first, count):
+    """The experts ``first``.. of the inputs, in leaves of their own."""
+    part = slice(first, first + count)
+    up, down = [w.detach()[part].clone().requires_grad_() for w in inputs.gate_up], inputs.down.detach()[part].clone()
+    return replace(inputs, gate_up=tuple(up), down=down.requires_grad_())
+
+
+@pytest.mark.parametrize("layout", ["separate", "linear"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_shards_add_up_to_the_whole(policy, layout):
+    inputs = make()
+    whole = step(inputs.call(), inputs.leaves())
+    shards = [(first, shard(inputs, first, count)) for first, count in ((0, 2), (2, 3))]
+    shards = [(first, one if layout == "separate" else one.stored(layout)) for first, one in shards]
+    found = [step(one.call(first=first, policy=policy), one.leaves()) for first, one in shards]
+    for number in (0, 1, -1):  # out, d_x, d_topk_weights
+        total = sum(results[number] for results in found)
+        assert relative_error(total, whole[number]) < comparisons.BOUNDS["float32"]
+    d_down = torch.cat([results[-2] if layout == "separate" else results[-2].mT for results in found])
+    assert torch.equal(d_down, whole[-2])
+
+
+def test_slots_of_other_ranks_give_nothing_and_get_nothing():
+    inputs = make()
+    ids = torch.where(inputs.topk_index < 3, inputs.topk_index, 3)  # as transformers marks them
+    ids[5] = 3
+    here = replace(shard(inputs, 0, 3), topk_index=ids)
+    out, d_x, *_, d_weights = step(here.call(first=0), here.leaves())
+    assert not out[5].any() and not d_x[5].any() and not d_weights[ids == 3].any() and d_weights[ids < 3].all()
+    strange = replace(here, topk_index=torch.where(ids == 3, torch.tensor([-7, 99, 2**40]), ids))
+    assert all_equal(step(strange.call(first=0), strange.leaves()), step(here.call(first=0), here.leaves()))
+
+
+def test_a_rank_may_have_no_row():
+    inputs = make()
+    out, *gradients = step(inputs.call(first=70), inputs.leaves())
+    assert not any(tensor.any() for tensor in (out, *gradients))
+
+
+def test_ids_of_a_rank_must_be_distinct_too():
+    with pytest.raises(ValueError, match=r"topk_index\[4\] names expert 2 twice"):
+        replace(make(), **a_repeated_id()).call(first=0)
+    with pytest.raises(ValueError, match="first is -1, but it must be >= 0"):
+        make().call(first=-1)
 
 
 # The module

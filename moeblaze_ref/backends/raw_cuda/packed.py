@@ -10,9 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_ref.backends.raw_cuda import activation as activation_stage
 from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm, tiles
-from moeblaze_ref.core.arrays import contiguous, dtype_of
+from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.layouts import Layout
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
@@ -138,8 +137,12 @@ class Packed:
 
     def act(self, ab: Array, activation: str) -> Array:
         """Return act(a), which only the policy ``conventional`` keeps."""
-        a = contiguous(self.layout.columns_of(ab)[0]) if self.gated else ab
-        return activation_stage.act.unchecked(a, activation, self.executor)
+        R, h = ab.shape[0], ab.shape[1] // (1 + self.gated)
+        act_a = self.executor.empty((R, h), dtype_of(ab))
+        if R:
+            module = self.executor.load("packed/act.cu", **self._constants(dtype_of(ab), activation, None))
+            module.launch("act", **gemm.per_element(R * h), ab=ab, act_a=act_a, R=R, h=h)
+        return act_a
 
     # ---- products that the kernels of expert_up and expert_down compute ----
 
