@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch_layers import all_equal, make_layer, make_x
 
-from moeblaze_ref.backends.raw_cuda.packed import Packed
+from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated, preset
 from moeblaze_ref.core.layouts import LAYOUTS
@@ -367,15 +367,13 @@ def test_no_weight_is_copied_at_full_size(name, policy):
 def test_a_copy_of_a_weight_would_be_seen(monkeypatch):
     """Of gate_up, in the backward of a step whose peak has all gradients."""
     found, half = peaks_at_full_size("mixtral", "minimal", "7_persistent")
-    forward = Packed.up_weight_gradient
+    gradient, copies = gemm.weight_gradient, []
 
-    def copying(stage, d_ab, x, dispatch):
-        copies.append(stage.executor.empty(shape, "bfloat16"))
-        return forward(stage, d_ab, x, dispatch)
+    def copying(stage, kernel, operands, shape, dispatch, executor, version):
+        copies.append(executor.empty((dispatch.E, *shape), "bfloat16"))
+        return gradient(stage, kernel, operands, shape, dispatch, executor, version)
 
-    copies, config = [], preset("mixtral").config
-    shape = (config.E, 2 * config.h, config.d)
-    monkeypatch.setattr(Packed, "up_weight_gradient", copying)
+    monkeypatch.setattr(gemm, "weight_gradient", copying)
     copied, _ = peaks_at_full_size("mixtral", "minimal", "7_persistent")
     assert copied["linear"] > found["layer"] + half >= found["linear"]
 
