@@ -60,6 +60,13 @@ def ragged(version):
     return make_case(*((1027, 97, 203, 7, 3, "zipf") if runtime.EXECUTOR == "cuda" else (13, 7, 6, 3, 2)))
 
 
+def blocks_that_stay(blocks, seed):
+    """An executor of a device with so many multiprocessors, each of which keeps a block of 7_persistent."""
+    executor = SimtExecutor(seed=seed)
+    executor.multiprocessors = blocks
+    return executor
+
+
 def dtypes_of(stage, version):
     return ("float32",) if version in BACKENDS else VERSIONS[stage][version]
 

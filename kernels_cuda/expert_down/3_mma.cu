@@ -33,6 +33,7 @@
 // Hopper, shared memory.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
+#include "mma_hidden.cuh"
 #include "mma_matmul.cuh"
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
@@ -52,8 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // What the forward kept of eight hidden elements of a row.
 struct Hidden {
-    Eight a, b;
-    float gate;
+    Eight a_values, b_values;
+
+    __device__ __forceinline__ Scalar* a(int i) { return a_values.values + i; }
+    __device__ __forceinline__ Scalar* b(int i) { return b_values.values + i; }
 };
 
 // Sections 3.2 and 5: <d_out, w3> of a tile of hidden elements, then everything that hangs on it.
@@ -69,41 +72,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Lines<false> weights = {w3 + ((long long)tile.expert * h + first_column) * d, d, h - first_column, d};
     WarpResults<1> sums;
     mma_matmul<Along::DEPTH, Along::DEPTH>(sums, d, rows, &weights);
-    auto inside = [&](int row, int column) { return row < tile.rows && first_column + column < h; };
-    auto place_of = [&](int row, int column) { return (long long)(tile.first + row) * h + first_column + column; };
-    auto load = [&](int row, int column) {
-        Hidden hidden;
-        if (!inside(row, column)) return hidden;
-        hidden.a = Eight(a + place_of(row, column));
-        if (GATED) hidden.b = Eight(b + place_of(row, column));
-        hidden.gate = gate_of_row[tile.first + row];
+    auto read = [&](int row, int j) {
+        Hidden hidden = {Eight(a + (long long)row * h + j)};
+        if (GATED) hidden.b_values = Eight(b + (long long)row * h + j);
         return hidden;
     };
-    float terms[WarpResults<1>::LINES] = {};  // of the gates' gradients
-    sums.each(load, [&](int line, int row, int column, const float (&values)[1][8], Hidden& hidden) {
-        if (!inside(row, column)) return;
-        Eight y;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            terms[line] += store_hidden_gradients(hidden.a.values, hidden.b.values, hidden.a.values, hidden.b.values,
-                                                  y.values, i, values[0][i], hidden.gate);
-        hidden.a.store(d_a + place_of(row, column));
-        if (GATED) hidden.b.store(d_b + place_of(row, column));
-        y.store(gated_y + place_of(row, column));
-    });
-    __shared__ float parts[TILE_COLUMNS / WARP_COLUMNS][TILE_ROWS];  // of each warp's columns
-#pragma unroll
-    for (int line = 0; line < WarpResults<1>::LINES; ++line) {
-        terms[line] += __shfl_xor_sync(FULL_WARP, terms[line], 1);
-        terms[line] += __shfl_xor_sync(FULL_WARP, terms[line], 2);
-        if (lane_id() % 4 == 0) parts[warp_id() % (TILE_COLUMNS / WARP_COLUMNS)][sums.row(line)] = terms[line];
-    }
-    __syncthreads();
-    for (int row = threadIdx.x; row < tile.rows; row += THREADS) {
-        float term = 0.0f;
-        for (int part = 0; part < TILE_COLUMNS / WARP_COLUMNS; ++part) term += parts[part][row];
-        gate_terms[(long long)(tile.first + row) * gridDim.y + place.column_tile] = term;
-    }
+    auto store = [&](const Hidden& gradients, int row, int j) {
+        gradients.a_values.store(d_a + (long long)row * h + j);
+        if (GATED) gradients.b_values.store(d_b + (long long)row * h + j);
+    };
+    store_hidden_tile<Hidden>(sums, tile, place, h, gate_of_row, gated_y, gate_terms, read, store);
 }
 
 // Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered.

@@ -28,6 +28,7 @@
 #include "hidden.cuh"
 #include "hopper/gradients.cuh"
 #include "hopper/grouped_matmul.cuh"
+#include "hopper/hidden_gradients.cuh"
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
 using DownRoles = WarpRoles<4, 4, false, false, true>;
@@ -50,102 +51,6 @@ extern "C" __global__ void __launch_bounds__(DownRoles::BLOCK, 1)
         StoreRows{y, d});
 }
 
-// What an epilogue warp reads ahead: of each row, a chunk of a and b a lane.
-struct RowAhead {
-    Chunk a[WARPGROUP], b[WARPGROUP];
-};
-constexpr int ROWS_AHEAD = 4;
-struct HiddenShared : Shared<3, 1> {
-    RowAhead ahead[ROWS_AHEAD];
-};
-
-// The epilogue of d_hidden: a warp a row, a chunk a lane.
-struct HiddenGradients {
-    const float* gate_of_row;
-    const Scalar *a, *b;
-    Scalar *d_a, *d_b, *gated_y;
-    float* gate_terms;
-    int h;
-    RowAhead* ahead;  // in shared memory
-
-    template <class Epilogue>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int, const Epilogue& epilogue) const {
-#pragma unroll 1
-        for (int i = 0; i < Epilogue::COUNT; ++i) {
-            const int first = epilogue.row(i), count = min(WARP_ROWS, tile.rows - first);
-            // Lane l has the gate of row l.
-            const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;
-            const int column = tile.column + lane_id() * CHUNK;
-            const int present = column < h ? count : 0;  // rows of the lane
-            const long long begin = (long long)(tile.first + first) * h + column;
-#pragma unroll
-            for (int row = 0; row < ROWS_AHEAD; ++row) read(row, begin, present);
-            auto& finished = epilogue.take(i);
-#pragma unroll 1
-            for (int row = 0; row < count; ++row) {
-                cp_async_wait<ROWS_AHEAD - 1>();
-                const RowAhead& now = ahead[row % ROWS_AHEAD];
-                const Chunk a_chunk = now.a[thread()], b_chunk = now.b[thread()];
-                read(row + ROWS_AHEAD, begin, present);
-                const float gate = __shfl_sync(FULL_WARP, gates, row);
-                Chunk& d = finished.at(row, lane_id());
-                const float term = row < present ? store(begin + (long long)row * h, a_chunk, b_chunk, d, gate) : 0.0f;
-                d.words[0] = __float_as_int(term);  // where d was
-            }
-            __syncwarp();
-            const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
-            const long long place = (long long)(tile.first + first + lane_id()) * column_tiles;
-            if (lane_id() < count) gate_terms[place + tile.column / TILE_COLUMNS] = sum_of_terms(finished);
-            epilogue.give_back(i);
-        }
-    }
-
-    static __device__ __forceinline__ int thread() { return threadIdx.x % WARPGROUP; }
-
-    // Begins to copy the lane's chunks of a row, if that is there.
-    __device__ __forceinline__ void read(int row, long long begin, int present) const {
-        RowAhead& to = ahead[row % ROWS_AHEAD];
-        if (row < present) {
-            cp_async_or_zero(&to.a[thread()], a + begin + (long long)row * h, true);
-            if (GATED) cp_async_or_zero(&to.b[thread()], b + begin + (long long)row * h, true);
-        }
-        cp_async_commit();
-    }
-
-    // Eight elements from `at` on; returns their term of the gate's gradient.
-    __device__ __forceinline__ float store(long long at, Chunk a_chunk, Chunk b_chunk, Chunk d_chunk,
-                                           float gate) const {
-        Chunk d_a_chunk, d_b_chunk, y_chunk;
-        float term = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float a_pair[2], b_pair[2], d_pair[2];
-            unpack<Scalar>(a_chunk.words[i], a_pair);
-            unpack<Scalar>(b_chunk.words[i], b_pair);
-            unpack<Scalar>(d_chunk.words[i], d_pair);
-            const HiddenGradient low = hidden_gradient(a_pair[0], b_pair[0], d_pair[0], gate);
-            const HiddenGradient high = hidden_gradient(a_pair[1], b_pair[1], d_pair[1], gate);
-            d_a_chunk.words[i] = packed<Scalar>(low.d_a, high.d_a);
-            d_b_chunk.words[i] = packed<Scalar>(low.d_b, high.d_b);
-            y_chunk.words[i] = packed<Scalar>(low.gated_y, high.gated_y);
-            term += low.gate + high.gate;
-        }
-        *reinterpret_cast<Chunk*>(d_a + at) = d_a_chunk;
-        if (GATED) *reinterpret_cast<Chunk*>(d_b + at) = d_b_chunk;
-        *reinterpret_cast<Chunk*>(gated_y + at) = y_chunk;
-        return term;
-    }
-
-    // What the lanes have left in row lane_id().
-    template <class Finished>
-    static __device__ __forceinline__ float sum_of_terms(Finished& finished) {
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int lane = 0; lane < WARP; ++lane) sum += __int_as_float(finished.at(lane_id(), lane).words[0]);
-        return sum;
-    }
-};
-
 // Sections 3.2 and 5: <d_out, w3> of a tile of hidden elements, then everything that hangs on it.
 using HiddenRoles = WarpRoles<4, 4, true, false, false>;
 extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
@@ -166,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
                 }
             };
         },
-        HiddenGradients{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, shared.ahead});
+        HiddenGradients<false>{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, h, shared.ahead});
 }
 
 // Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered. Made transposed: the gathered

@@ -159,7 +159,7 @@ def check_choice(name: str, chosen: Array, num_experts: int) -> None:
     check_routed_rows(num_tokens, k)
     if num_tokens:
         check_index(name, chosen, num_experts, "experts")
-        _check_rows(name, chosen)
+        check_distinct_rows(name, chosen)
 
 
 def check_part(topk_experts: Array, num_experts: int, num_routed: int) -> None:
@@ -175,11 +175,11 @@ def check_part(topk_experts: Array, num_experts: int, num_routed: int) -> None:
     found = int(there.sum())
     if found != num_routed:
         raise ValueError(f"num_routed is {num_routed}, but topk_experts names {found} experts")
-    _check_rows("topk_experts", topk_experts)
+    check_distinct_rows("topk_experts", topk_experts)
 
 
-def _check_rows(name: str, chosen: Array) -> None:
-    """No expert twice in a row."""
+def check_distinct_rows(name: str, chosen: Array) -> None:
+    """No expert twice in a row; ``EMPTY`` is none."""
     token, expert = _first_repeated(chosen)
     if token is not None:
         raise ValueError(

@@ -10,7 +10,7 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.systems import SYSTEMS, MoEFactory, system
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_capacity import CapacityMoE, DynamicCapacityMoE
-from moeblaze_ref.nn.torch_experts import experts
+from moeblaze_ref.nn.torch_experts import Experts, experts
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import KernelMoE, MoELayer, MoEModule, MoEOutput, keep_routing
 from moeblaze_ref.nn.torch_memory_optimized import MemoryOptimizedMoE
@@ -22,6 +22,7 @@ __all__ = [
     "BlockSparseMoE",
     "CapacityMoE",
     "DynamicCapacityMoE",
+    "Experts",
     "KernelMoE",
     "MemoryOptimizedMoE",
     "MoEFactory",

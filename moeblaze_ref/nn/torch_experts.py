@@ -3,24 +3,31 @@
 The ids and weights of the chosen experts are arguments, such as another project's router makes them. Everything after
 the choice is `torch_layer.MoELayer`'s: the dispatch, the kernels, and what is kept for the backward.
 
+The weights stay as a model stores them: the kernels read them where they lie, and write the gradients alike.
+
 Source: MoEBlaze (arXiv 2601.05296), sections 3 and 5.
 """
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
+from moeblaze_ref.backends.raw_cuda import packed
+from moeblaze_ref.backends.raw_cuda.dispatch import build_open
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
+from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import torch_node, torch_operands
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.nn.torch_node import Backward, Forward, has_backward
 from moeblaze_ref.nn.torch_operands import DTYPES
+from moeblaze_ref.runtime import Executor
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
 
@@ -29,6 +36,7 @@ log = logging.getLogger(__name__)
 NAME = "moeblaze_ref.nn.experts"  # in messages
 IDS = (torch.int64, torch.int32)
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+SEPARATE = "separate"  # the layout of `MoELayer`
 
 
 def experts(
@@ -39,7 +47,9 @@ def experts(
     topk_weights: Tensor,
     activation: str = "swiglu",
     policy: str = "minimal",
+    layout: str = "linear",
     version: str | None = None,
+    first: int | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's chosen experts.
 
@@ -47,21 +57,34 @@ def experts(
     ----------
     x : Tensor (..., d)
         L tokens, float32, bfloat16 or float16.
-    gate_up : tuple of two Tensors (E, d, h)
-        Of the gate and of the up-projection; a single one of them for the ungated activations. Contiguous, of the dtype
-        of x; so is ``down``.
-    down : Tensor (E, h, d)
-        Of the down-projection.
+    gate_up : Tensor
+        The gate and the up-projection, in the shape of the layout. Contiguous, of the dtype of x; so is ``down``.
+    down : Tensor
+        The down-projection, in the shape of the layout.
     topk_index : Tensor (L, k), int64 or int32
-        Expert ids in 0..E-1, distinct in a row.
+        Expert ids in 0..E-1, distinct in a row. With ``first``, any ids.
     topk_weights : Tensor (L, k), float32, bfloat16 or float16
         What each chosen expert's output is multiplied by.
     activation : str
         One of ``config.ACTIVATIONS``.
     policy : str
         What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
+    layout : str
+        How the weights are stored; h is the width of an expert, and the ungated activations have no second half.
+
+        - ``linear``: gate_up (E, 2h, d), the gate's h rows first; down (E, d, h). As an ``nn.Linear``'s: Mixtral,
+          Qwen3, DeepSeek-V3 and most others in transformers.
+        - ``matmul``: gate_up (E, d, 2h), the gate's h columns first; down (E, h, d). Llama 4.
+        - ``interleaved``: the same, but columns of the gate and of the up-projection take turns. gpt-oss.
+        - ``separate``: gate_up is a tuple of two (E, d, h), or one for the ungated activations; down (E, h, d).
+          `MoELayer`.
     version : str, optional
-        As in `MoELayer`.
+        As in `MoELayer`; but in ``separate``, one of ``packed.VERSIONS``.
+    first : int, optional
+        The id of the first expert that is here, where others are on other ranks. Ids outside
+        ``first``..``first + E - 1`` are skipped: they add nothing to the output, and their weights have a gradient of
+        0. transformers numbers the experts of a rank from 0 and gives all others the id E: ``first=0``. Room is
+        allocated for all L * k rows.
 
     Returns
     -------
@@ -84,7 +107,7 @@ def experts(
     to check the ids. The weights are never copied, but by autocast: one that is not contiguous, or begins at no
     multiple of 16 bytes, is refused.
     """
-    arguments = x, gate_up, down, topk_index, topk_weights, activation, policy, version
+    arguments = x, gate_up, down, topk_index, topk_weights, activation, policy, layout, version, first
     if torch.compiler.is_compiling():
         from moeblaze_ref.nn import torch_uncompiled
 
@@ -95,12 +118,68 @@ def experts(
     return _run(*arguments)
 
 
-class ExpertOperands(NamedTuple):
-    """What the experts take besides x; each has a gradient."""
+class Experts(nn.Module):
+    """Experts without a router, as an ``nn.Module``: `experts` with weights of its own.
 
-    w1: Tensor  # (E, d, h)
-    w2: Tensor | None  # (E, d, h); None for the ungated activations
-    w3: Tensor  # (E, h, d)
+    Parameters
+    ----------
+    E, d, h : int
+        Experts, model width, expert width.
+    activation, policy, layout, version
+        As in `experts`; the layout is one of ``linear``, ``matmul`` and ``interleaved``.
+    device, dtype : optional
+        Of the parameters gate_up and down.
+
+    Raises
+    ------
+    ValueError
+        If a size is below 1, or a name is unknown.
+    TypeError
+        If a size is no integer, or the dtype is not allowed.
+    """
+
+    def __init__(
+        self,
+        E: int,
+        d: int,
+        h: int,
+        activation: str = "swiglu",
+        policy: str = "minimal",
+        layout: str = "linear",
+        version: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for name, size in {"E": E, "d": d, "h": h}.items():
+            checks.check_int(name, size, at_least=1)
+        if dtype is not None and dtype not in DTYPES:
+            raise TypeError(f"dtype is {dtype}, but it must be {either(DTYPES)}")
+        checks.check_name("layout", layout, LAYOUTS)
+        _check_names(activation, policy, layout, version)
+        self.activation, self.policy, self.layout, self.version = activation, policy, layout, version
+        up, down = LAYOUTS[layout].shapes(E, d, h, is_gated(activation))
+        self.gate_up = nn.Parameter(torch.randn(up, device=device, dtype=dtype) * d**-0.5)
+        self.down = nn.Parameter(torch.randn(down, device=device, dtype=dtype) * h**-0.5)
+
+    def forward(self, x: Tensor, topk_index: Tensor, topk_weights: Tensor, first: int | None = None) -> Tensor:
+        """The output (..., d) for x (..., d) and a routing (L, k), as `experts` takes them."""
+        names = self.activation, self.policy, self.layout, self.version
+        return experts(x, self.gate_up, self.down, topk_index, topk_weights, *names, first)
+
+    def extra_repr(self) -> str:
+        """The sizes and choices, for ``print``."""
+        E = self.gate_up.shape[0]
+        d, h = LAYOUTS[self.layout].widths(self.gate_up, is_gated(self.activation))
+        return f"E={E}, d={d}, h={h}, activation={self.activation}, policy={self.policy}, layout={self.layout}"
+
+
+class ExpertOperands(NamedTuple):
+    """What the experts take besides x, as they are stored; each has a gradient."""
+
+    w1: Tensor  # of the gate, or gate_up
+    w2: Tensor | None  # of the up-projection; None if w1 has both, or for the ungated activations
+    w3: Tensor  # down
     topk_weights: Tensor  # (L, k)
 
 
@@ -112,21 +191,30 @@ def _run(
     topk_weights: Tensor,
     activation: str,
     policy: str,
+    layout: str,
     version: str | None,
+    first: int | None,
 ) -> Tensor:
     torch_operands.check_call(x, NAME)
-    _check_names(activation, policy, version)
-    weights = _named(gate_up, down, activation)
+    _check_names(activation, policy, layout, version)
+    weights = _named(gate_up, down, activation, layout)
     torch_operands.check_kinds(x, weights, NAME, DTYPES)
-    _check_shapes(x, weights)
+    _check_weights(x, weights, activation, layout)
     tokens, (w1, w2, w3) = torch_operands.cast(x, weights)
     assert w1 is not None and w3 is not None  # as `_named` has found
     k = _check_routing_weights(topk_weights, x)
     checks.check_kernel_limits(w1.shape[0], k)
-    routing = torch_operands.checked_routing("topk_index", topk_index, x, k, w1.shape[0], IDS)
+    E = w1.shape[0]
+    if first is None:
+        routing = torch_operands.checked_routing("topk_index", topk_index, x, k, E, IDS)
+    else:
+        checks.check_int("first", first, at_least=0)
+        checks.check_routed_rows(topk_weights.shape[0], k)
+        routing = torch_operands.checked_part("topk_index", topk_index, x, k, first, E, IDS)
     operands = ExpertOperands(w1, w2, w3, topk_weights.contiguous())
     rows = torch_operands.aligned(torch_operands.rows_of(tokens))
-    system = RoutedByCaller(activation, policy if has_backward(rows, operands) else "inputs", version)
+    policy = policy if has_backward(rows, operands) else "inputs"
+    system = RoutedByCaller(activation, policy, layout, version, first is not None)
     outputs, executor = torch_node.run(system, NAME, rows, operands, routing)
     log.debug("%s runs on %s", NAME, executor)
     return outputs[0].reshape(x.shape)
@@ -137,12 +225,16 @@ class RoutedByCaller(NamedTuple):
 
     activation: str
     policy: str
+    layout: str
     version: str | None
+    partial: bool  # some ids may be EMPTY
 
     def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands, topk_experts: Array | None) -> Forward:
         """Dispatch the tokens as they were routed, and run the experts."""
-        stages = raw_layer.stages_for(x, operands, bridge.executor, self.version)
-        dispatch = stages.dispatch.build(topk_experts, operands.w1.shape[0])
+        stages = self._stages(x, operands, bridge.executor)
+        E = operands.w1.shape[0]
+        build = functools.partial(build_open, executor=bridge.executor) if self.partial else stages.dispatch.build
+        dispatch = build(bridge.executor.cast(topk_experts, "int32"), E)
         gates = bridge.executor.cast(operands.topk_weights, "float32")
         out, kept = layer.run_experts(stages, x, operands, dispatch, gates, self.activation, self.policy)
         return Forward(bridge.tensor(out), None, None, None, bridge.by_name(dispatch.arrays() | kept))
@@ -150,7 +242,7 @@ class RoutedByCaller(NamedTuple):
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
         """Return d_x and the gradient of each operand."""
         x, operands, executor = given.x, given.weights, bridge.executor
-        stages = raw_layer.stages_for(x, operands, executor, self.version)
+        stages = self._stages(x, operands, executor)
         given.arrays["gates"] = executor.cast(operands.topk_weights, "float32")
         k = operands.topk_weights.shape[1]
         kept = layer.Saved.of(x, given.arrays, k, self.activation, self.policy, renormalize=False)
@@ -160,23 +252,36 @@ class RoutedByCaller(NamedTuple):
         d_topk_weights = executor.cast(d_gates, checks.dtype_of(operands.topk_weights))
         return d_x, *d_weights, d_topk_weights if "d_topk_weights" in given.wanted else None
 
+    def _stages(self, x: Array, operands: ExpertOperands, executor: Executor) -> layer.Stages:
+        """The stages for weights of this layout."""
+        if self.layout == SEPARATE:
+            return raw_layer.stages_for(x, operands, executor, self.version)
+        layout = LAYOUTS[self.layout]
+        return raw_layer.packed_stages_for(x, operands, self.activation, layout, executor, self.version)
+
 
 # ---- checks --------------------------------------------------------------------------------
 
 
-def _check_names(activation: str, policy: str, version: str | None) -> None:
+def _check_names(activation: str, policy: str, layout: str, version: str | None) -> None:
     checks.check_name("activation", activation, ACTIVATIONS)
     checks.check_name("policy", policy, POLICIES)
+    checks.check_name("layout", layout, (*LAYOUTS, SEPARATE))
+    if layout == "interleaved" and not is_gated(activation):
+        raise ValueError(f"{activation} is not gated, so nothing takes turns: its layout is linear, matmul or separate")
     if version is not None:
-        checks.check_name("version of experts", version, raw_layer.VERSIONS)
+        versions = raw_layer.VERSIONS if layout == SEPARATE else packed.VERSIONS
+        checks.check_name(f"version of experts in layout {layout}", version, versions)
 
 
-def _named(gate_up: tuple[Tensor, Tensor] | Tensor, down: Tensor, activation: str) -> dict[str, Tensor | None]:
+def _named(
+    gate_up: tuple[Tensor, Tensor] | Tensor, down: Tensor, activation: str, layout: str
+) -> dict[str, Tensor | None]:
     """w1, w2 and w3 by the names that the caller knows."""
     named: dict[str, Any] = {"gate_up": gate_up, "no second projection": None, "down": down}
-    if is_gated(activation):
+    if layout == SEPARATE and is_gated(activation):
         if not (isinstance(gate_up, tuple) and len(gate_up) == 2):
-            raise TypeError(f"gate_up is a {type(gate_up).__name__}, but for {activation} it must be a tuple of two")
+            raise TypeError(f"gate_up is a {type(gate_up).__name__}, but in layout separate it must be a tuple of two")
         named = {"gate_up[0]": gate_up[0], "gate_up[1]": gate_up[1], "down": down}
     for name, tensor in named.items():
         if tensor is not None:
@@ -184,21 +289,48 @@ def _named(gate_up: tuple[Tensor, Tensor] | Tensor, down: Tensor, activation: st
     return named
 
 
-def _check_shapes(x: Tensor, weights: torch_operands.Named) -> None:
+def _check_weights(x: Tensor, weights: torch_operands.Named, activation: str, layout: str) -> None:
     """The weights fit each other and x, and lie as the kernels read them."""
-    (first, w1), (second, w2), (last, w3) = weights.items()
-    assert w1 is not None and w3 is not None
-    checks.check_shape(first, w1, {"E": None, "d": None, "h": None})
-    E, d, h = w1.shape
-    for name, size in {"E": E, "d": d, "h": h}.items():
-        checks.check_int(name, size, at_least=1)
-    if w2 is not None:
-        checks.check_shape(second, w2, {"E": E, "d": d, "h": h})
-    checks.check_shape(last, w3, {"E": E, "h": h, "d": d})
+    d = _check_separate(weights) if layout == SEPARATE else _check_packed(weights, activation, layout)
     torch_operands.check_width(x, d)
     for name, weight in weights.items():
         if weight is not None:
             _check_in_place(name, weight)
+
+
+def _check_separate(weights: torch_operands.Named) -> int:
+    """Return d, of weights that fit each other."""
+    (first, w1), (second, w2), (last, w3) = weights.items()
+    assert w1 is not None and w3 is not None
+    checks.check_shape(first, w1, {"E": None, "d": None, "h": None})
+    E, d, h = w1.shape
+    _check_sizes(E, d, h)
+    if w2 is not None:
+        checks.check_shape(second, w2, {"E": E, "d": d, "h": h})
+    checks.check_shape(last, w3, {"E": E, "h": h, "d": d})
+    return d
+
+
+def _check_packed(weights: torch_operands.Named, activation: str, layout: str) -> int:
+    """The same of weights as a model stores them."""
+    gate_up, down = weights["gate_up"], weights["down"]
+    assert gate_up is not None and down is not None
+    gated, lies = is_gated(activation), LAYOUTS[layout]
+    columns = "2h" if gated else "h"
+    axes = ("E", columns, "d") if lies.transposed else ("E", "d", columns)
+    checks.check_shape("gate_up", gate_up, dict.fromkeys(axes))
+    extent = gate_up.shape[axes.index(columns)]
+    if gated and extent % 2:
+        raise ValueError(f"gate_up has shape {tuple(gate_up.shape)}, but 2h = {extent} must be even: {layout} has both")
+    E, (d, h) = gate_up.shape[0], lies.widths(gate_up, gated)
+    _check_sizes(E, d, h)
+    checks.check_shape("down", down, {"E": E, "d": d, "h": h} if lies.transposed else {"E": E, "h": h, "d": d})
+    return d
+
+
+def _check_sizes(E: int, d: int, h: int) -> None:
+    for name, size in {"E": E, "d": d, "h": h}.items():
+        checks.check_int(name, size, at_least=1)
 
 
 def _check_in_place(name: str, weight: Tensor) -> None:

@@ -21,7 +21,7 @@ from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import routers, torch_node, torch_operands
 from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights
-from moeblaze_ref.nn.torch_experts import ExpertOperands, RoutedByCaller
+from moeblaze_ref.nn.torch_experts import SEPARATE, ExpertOperands, RoutedByCaller
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
 from moeblaze_ref.nn.torch_operands import DTYPES as DTYPES
 from moeblaze_ref.runtime.torch_bridge import Bridge
@@ -223,7 +223,8 @@ class MoELayer(KernelMoE):
 
         def run(rows: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
             operands = ExpertOperands(*weights[1:], gates)
-            system = RoutedByCaller(self.activation, self._policy_for(rows, operands), self.version)
+            policy = self._policy_for(rows, operands)
+            system = RoutedByCaller(self.activation, policy, SEPARATE, self.version, partial=False)
             return self._on_kernels(system, rows, operands, chosen.int())[0]
 
         out = routers.weighed(x, routing, self.router, run)

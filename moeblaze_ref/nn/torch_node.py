@@ -70,8 +70,8 @@ def run(
     x : Tensor (L, d)
     weights : Operands
         Such as `MoEWeights`. Like x the weights are contiguous, of one dtype, and begin at multiples of 16 bytes.
-    topk_experts : Tensor (L, k) int32 or None
-        A routing that is given, such as one to replay.
+    topk_experts : Tensor (L, k) or None
+        A routing that is given, such as one to replay; of integers that the system takes.
 
     Returns
     -------

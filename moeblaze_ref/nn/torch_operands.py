@@ -8,6 +8,7 @@ from torch import Tensor
 from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import address_of, has_values
+from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
 
@@ -69,18 +70,32 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def checked_routing(
-    name: str, experts: Tensor, x: Tensor, k: int | None, num_experts: int, dtypes: tuple[torch.dtype, ...]
+    name: str, experts: Tensor, x: Tensor, k: int, num_experts: int, dtypes: tuple[torch.dtype, ...]
 ) -> Tensor:
-    """A routing (L, k) given by the caller, as int32: this is the one place that looks at its values, if there are any.
+    """A routing (L, k) given by the caller, contiguous: the one place that looks at its values, if there are any."""
+    check_routing_tensor(name, experts, x, k, dtypes)
+    if has_values(x):
+        checks.check_choice(name, experts.cpu().numpy(), num_experts)
+    return experts.contiguous()
 
-    ``k`` is None if the routing itself says it.
-    """
+
+def checked_part(
+    name: str, experts: Tensor, x: Tensor, k: int, first: int, num_experts: int, dtypes: tuple[torch.dtype, ...]
+) -> Tensor:
+    """The same where only the experts from ``first`` on are here: as int32 from 0 on, ``EMPTY`` for all others."""
+    check_routing_tensor(name, experts, x, k, dtypes)
+    here = (experts >= first) & (experts < first + num_experts)
+    part = torch.where(here, experts - first, EMPTY).to(torch.int32).contiguous()
+    if has_values(x):
+        checks.check_distinct_rows(name, part.cpu().numpy())
+    return part
+
+
+def check_routing_tensor(name: str, experts: Tensor, x: Tensor, k: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """A routing is a tensor (L, k) of one of these dtypes, beside x."""
     checks.check_type(name, experts, Tensor)
     if experts.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {experts.dtype}, but it must be {either(dtypes)}")
     if experts.device != x.device:
         raise ValueError(f"{name} is on {experts.device}, but x is on {x.device}")
     checks.check_shape(name, experts, {"L": x.numel() // x.shape[-1], "k": k})
-    if has_values(x):
-        checks.check_choice(name, experts.cpu().numpy(), num_experts)
-    return experts.to(torch.int32).contiguous()

@@ -451,7 +451,8 @@ def run_experts(
     if "act_a" in kept:
         tensors["act_a"] = stages.activation.act(tensors["a"], activation)
     out = stages.output(stages, tensors, weights.w3, dispatch, gates, kept)
-    return out, {name: tensors[name] for name in kept if name in tensors}  # no y where the product sums
+    # There is no y where the product sums, and no b where a has both projections.
+    return out, {name: tensors[name] for name in kept if tensors.get(name) is not None}
 
 
 def backward(

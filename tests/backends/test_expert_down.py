@@ -536,7 +536,10 @@ FAULTS = {
         "a and b not awaited": ("cp_async_wait<ROWS_AHEAD - 1>();", ";"),
         "one row of a and b too many under way": ("cp_async_wait<ROWS_AHEAD - 1>();", "cp_async_wait<ROWS_AHEAD>();"),
         "a and b in no group": ("        cp_async_commit();\n    }\n", "    }\n"),
-        "a and b of the row before": ("a + begin + (long long)row * h", "a + begin + (long long)max(row - 1, 0) * h"),
+        "a and b of the row before": (
+            "a + begin + (long long)row * pitch",
+            "a + begin + (long long)max(row - 1, 0) * pitch",
+        ),
         "a and b of no row": ("if (row < present) {", "if (present > 0) {"),
         "a and b in the next row's slot": ("now = ahead[row % ROWS_AHEAD];", "now = ahead[(row + 1) % ROWS_AHEAD];"),
         "warps share a and b": ("return threadIdx.x % WARPGROUP;", "return lane_id();"),

@@ -12,6 +12,7 @@ from expert_stages import (
     SEVERAL_TILES,
     assert_right,
     assert_same_bits,
+    blocks_that_stay,
     dtypes_of,
     quick,
     ragged,
@@ -69,13 +70,6 @@ def test_every_order_of_threads_gives_the_same_bits(stage, version, dtype):
     case = (ragged(version) if version == "numba" else make_case(70, 16, 24, 3, 2)).astype(dtype)
     first, second = (run(stage, version, quick(version, seed), case) for seed in (0, 7))
     assert_same_bits(second, first)
-
-
-def blocks_that_stay(blocks, seed):
-    """An executor of a device with so many multiprocessors, each of which keeps a block of 7_persistent."""
-    executor = SimtExecutor(seed=seed)
-    executor.multiprocessors = blocks
-    return executor
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 17])

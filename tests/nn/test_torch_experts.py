@@ -10,10 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch_layers import all_equal, make_layer, make_x
 
+from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated, preset
+from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.memory import measure
-from moeblaze_ref.nn import experts, oracle, torch_node
+from moeblaze_ref.nn import Experts, MoELayer, experts, oracle, torch_node
 from moeblaze_ref.runtime import torch_bridge
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import relative_error
@@ -30,13 +32,24 @@ class Inputs:
     down: torch.Tensor
     topk_index: torch.Tensor
     topk_weights: torch.Tensor
+    layout: str = "separate"
 
     def leaves(self):
         up = self.gate_up if isinstance(self.gate_up, tuple) else (self.gate_up,)
         return [self.x, *up, self.down, self.topk_weights]
 
     def call(self, **options):
-        return experts(self.x, self.gate_up, self.down, self.topk_index, self.topk_weights, **options)
+        inputs = self.x, self.gate_up, self.down, self.topk_index, self.topk_weights
+        return experts(*inputs, **{"layout": self.layout} | options)
+
+    def stored(self, layout):
+        """The same values as a layout stores them, in leaves of their own."""
+        lies = LAYOUTS[layout]
+        up = [w.detach() for w in (self.gate_up if isinstance(self.gate_up, tuple) else (self.gate_up,))]
+        gate_up = torch.stack(up, 3).flatten(2) if lies.interleaved else torch.cat(up, 2)  # (E, d, G h)
+        packed = [w.mT if lies.transposed else w for w in (gate_up, self.down.detach())]
+        gate_up, down = [w.clone(memory_format=torch.contiguous_format).requires_grad_() for w in packed]
+        return replace(self, gate_up=gate_up, down=down, layout=layout)
 
 
 def make(activation="swiglu", tokens=L, k=K, E=E, d=D, h=H, dtype=torch.float32, weights_dtype=torch.float32, ids=None):
@@ -71,10 +84,13 @@ def step(out, leaves, d_out=None):
 
 def expected(inputs, activation, dtype):
     """The same of plain torch in a dtype, of the same values."""
-    x, *up, w3, weights = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs.leaves()]
+    x, *up, w3, weights = leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs.leaves()]
+    if inputs.layout != "separate":
+        lies = LAYOUTS[inputs.layout]
+        up = lies.stored(up[0]) if is_gated(activation) else up
+        up, w3 = ([w.mT for w in up], w3.mT) if lies.transposed else (up, w3)
     w1, w2 = up if len(up) == 2 else (up[0], None)
-    out = plain(x, w1, w2, w3, inputs.topk_index, weights, activation)
-    return step(out, [x, *up, w3, weights])
+    return step(plain(x, w1, w2, w3, inputs.topk_index, weights, activation), leaves)
 
 
 def as_arrays(tensors):
@@ -107,6 +123,47 @@ def test_every_policy_gives_the_right_gradients_and_the_same_bits(activation):
     first, *others = [check(inputs, activation, policy=policy) for policy in POLICIES]
     for other in others:
         assert all_equal(other, first)
+
+
+STORED = [("swiglu", layout) for layout in LAYOUTS] + [("gelu", "linear"), ("gelu", "matmul")]
+
+
+@pytest.mark.parametrize(("activation", "layout"), STORED)
+@pytest.mark.parametrize("version", ["2_tiled", "3_mma", "7_persistent"])
+def test_every_layout_has_gradients_as_it_stores_its_weights(version, activation, layout):
+    """Under every policy; the bits are those of weights in tensors of their own, but for the order of d_x's sums."""
+    separate = make(activation, d=24, h=72, dtype=torch.bfloat16, weights_dtype=torch.bfloat16)
+    inputs = separate.stored(layout)
+    first, *others = [check(inputs, activation, policy=policy, version=version) for policy in POLICIES]
+    for other in others:
+        assert all_equal(other, first)
+    out, _, *of_weights, d_weights = check(separate, activation, version=version)
+    of_weights = [w.detach().requires_grad_() for w in of_weights]
+    gathered = replace(separate, gate_up=tuple(of_weights[:-1]) if len(of_weights) == 3 else of_weights[0])
+    gathered = replace(gathered, down=of_weights[-1]).stored(layout)
+    assert all_equal([first[0], *first[2:]], [out, gathered.gate_up, gathered.down, d_weights])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float32_weights_of_every_layout(layout):
+    check(make().stored(layout))
+    check(make(d=13, h=7).stored(layout))
+    check(make(tokens=1).stored(layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_with_an_expert_without_tokens(layout):
+    inputs = make(ids=torch.tensor([[4, 1]] * L)).stored(layout)
+    _, _, d_gate_up, d_down, _ = check(inputs)
+    assert not d_gate_up[[0, 2, 3]].any() and not d_down[[0, 2, 3]].any()
+    assert d_gate_up.shape == inputs.gate_up.shape and d_down.shape == inputs.down.shape
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_without_tokens(layout):
+    inputs = make(tokens=0).stored(layout)
+    out, _, d_gate_up, d_down, _ = step(inputs.call(), inputs.leaves())
+    assert out.shape == (0, D) and not d_gate_up.any() and not d_down.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -160,7 +217,7 @@ def test_the_layer_is_its_router_and_these_experts():
     layer, x = make_layer(), make_x()
     result = layer(x)
     gates = torch.softmax(x.detach() @ layer.wg.detach(), -1).gather(1, result.topk_experts.long())
-    found = experts(x, (layer.w1, layer.w2), layer.w3, result.topk_experts, gates)
+    found = experts(x, (layer.w1, layer.w2), layer.w3, result.topk_experts, gates, layout="separate")
     weights = [layer.w1, layer.w2, layer.w3]
     gates_agree = torch.allclose(found, result.out, rtol=1e-5, atol=1e-6)  # torch's softmax has other roundings
     assert gates_agree
@@ -258,6 +315,69 @@ def test_a_second_derivative_is_refused():
 # What is kept
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_layout_keeps_as_many_bytes(layout, policy):
+    separate = make()
+    counts = []
+    for inputs in (separate, separate.stored(layout)):
+        weights = [leaf for leaf in inputs.leaves() if leaf.ndim == 3]
+        counts.append(measure.kept_bytes(lambda inputs=inputs: inputs.call(policy=policy), exclude=weights))
+    assert counts[0] == counts[1] > 0
+
+
+def peak(step, *operands):
+    return max(measure.live_bytes(step, *operands, exclude=operands))
+
+
+def peaks_at_full_size(name, policy, version):
+    """{layout: the most bytes alive in a step}, with `MoELayer` as "layer", and the bytes of half of gate_up."""
+    config = preset(name).config
+    L, d, h, E, k = (getattr(config, size) for size in "LdhEk")
+    narrow = {"dtype": torch.bfloat16, "requires_grad": True}
+    with FakeTensorMode():
+        whole = MoELayer(d, h, E, k, config.activation, policy, dtype=torch.bfloat16, version=version)
+        x, weights = torch.empty(L, d, **narrow), torch.empty(L, k, **narrow)
+        ids = torch.empty(L, k, dtype=torch.int64)
+        leaves = [x, *whole.parameters()]
+        found = {"layer": peak(lambda *leaves: torch.autograd.grad(whole(leaves[0]).out.sum(), leaves), *leaves)}
+        for layout, lies in LAYOUTS.items():
+            up, down = [torch.empty(shape, **narrow) for shape in lies.shapes(E, d, h, True)]
+            options = {"activation": config.activation, "policy": policy, "layout": layout, "version": version}
+            found[layout] = peak(
+                lambda x, up, down, weights, ids, options=options: torch.autograd.grad(
+                    experts(x, up, down, ids, weights, **options).sum(), (x, up, down, weights)
+                ),
+                *(x, up, down, weights, ids),
+            )
+    return found, 2 * E * d * h
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["conf3", "mixtral", "qwen3"])
+def test_no_weight_is_copied_at_full_size(name, policy):
+    """The second half of gate_up's gradient is born with the first: a step may need its bytes more, and no others."""
+    for version in ("3_mma", "7_persistent"):
+        found, half = peaks_at_full_size(name, policy, version)
+        for layout in LAYOUTS:
+            assert found[layout] <= found["layer"] + half
+            assert found[layout] == found["linear"]
+
+
+def test_a_copy_of_a_weight_would_be_seen(monkeypatch):
+    """Of gate_up, in the backward of a step whose peak has all gradients."""
+    found, half = peaks_at_full_size("mixtral", "minimal", "7_persistent")
+    gradient, copies = gemm.weight_gradient, []
+
+    def copying(stage, kernel, operands, shape, dispatch, executor, version):
+        copies.append(executor.empty((dispatch.E, *shape), "bfloat16"))
+        return gradient(stage, kernel, operands, shape, dispatch, executor, version)
+
+    monkeypatch.setattr(gemm, "weight_gradient", copying)
+    copied, _ = peaks_at_full_size("mixtral", "minimal", "7_persistent")
+    assert copied["linear"] > found["layer"] + half >= found["linear"]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_kept_is_what_the_layer_keeps_but_the_router(policy):
     inputs = make()
@@ -267,22 +387,32 @@ def test_what_is_kept_is_what_the_layer_keeps_but_the_router(policy):
     assert found == of_layer and found
 
 
+def in_layout(layout, **options):
+    inputs = make(**options)
+    return inputs if layout == "separate" else inputs.stored(layout)
+
+
+EVERY_LAYOUT = ("separate", *LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_without_memory_a_step_gives_tensors_of_the_same_kinds(policy, monkeypatch):
-    inputs = make(weights_dtype=torch.bfloat16)
+def test_without_memory_a_step_gives_tensors_of_the_same_kinds(policy, layout):
+    inputs = in_layout(layout, weights_dtype=torch.bfloat16)
     expected = [(t.shape, t.dtype) for t in step(inputs.call(policy=policy), inputs.leaves())]
     with FakeTensorMode():
-        fake = make(weights_dtype=torch.bfloat16)
-        fake = replace(fake, topk_index=torch.empty(L, K, dtype=torch.int64))
+        fake = replace(in_layout(layout, weights_dtype=torch.bfloat16), topk_index=torch.empty(L, K, dtype=torch.int64))
         found = step(fake.call(policy=policy), fake.leaves())
     assert [(t.shape, t.dtype) for t in found] == expected
 
 
-def test_over_torchs_own_tensors_the_bits_are_the_same(monkeypatch):
-    inputs = make(weights_dtype=torch.bfloat16)
-    expected = step(inputs.call(), inputs.leaves())
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("policy", ["minimal", "conventional"])
+def test_over_torchs_own_tensors_the_bits_are_the_same(layout, policy, monkeypatch):
+    inputs = in_layout(layout, weights_dtype=torch.bfloat16)
+    expected = step(inputs.call(policy=policy), inputs.leaves())
     monkeypatch.setattr(torch_node, "bridge_to", lambda device: BridgeOverTensors())
-    assert all_equal(step(inputs.call(), inputs.leaves()), expected)
+    assert all_equal(step(inputs.call(policy=policy), inputs.leaves()), expected)
 
 
 # What is refused
@@ -346,7 +476,7 @@ REFUSED = {
     "one projection": (
         {"gate_up": torch.ones(E, D, H)},
         TypeError,
-        "gate_up is a Tensor, but for swiglu it must be a t",
+        "gate_up is a Tensor, but in layout separate it m",
     ),
     "another shape": (
         {"gate_up": (torch.ones(E, D, H), torch.ones(E, D, 8))},
@@ -389,12 +519,130 @@ def test_what_does_not_fit_is_refused_in_one_line(name):
     assert "\n" not in str(refused.value)
 
 
+REFUSED_STORED = {
+    "an odd width": (
+        {"gate_up": torch.ones(E, 2 * H + 1, D)},
+        ValueError,
+        r"gate_up has shape \(5, 49, 16\), but 2h = 49 must be even: linear has both",
+    ),
+    "two tensors": ({"gate_up": (torch.ones(E, D, H),) * 2}, TypeError, "gate_up is a tuple, but it must be a Tensor"),
+    "down as ours": (
+        {"down": torch.ones(E, H, D)},
+        ValueError,
+        r"down has shape \(5, 24, 16\), but it must be \(E=5, d=16, h=24\)",
+    ),
+    "gate_up of two dimensions": ({"gate_up": torch.ones(E, D)}, ValueError, r"it must be \(E, 2h, d\)"),
+    "gate_up of another layout": (
+        {"layout": "matmul"},
+        ValueError,
+        r"down has shape \(5, 16, 24\), but it must be \(E=5, h=8, d=48\)",
+    ),
+    "a transposed view": (
+        {"gate_up": torch.ones(E, D, 2 * H).mT},
+        ValueError,
+        r"gate_up is not contiguous \(strides \(768, 1, 48\)\), and no copy of a weight is made",
+    ),
+    "no width": ({"gate_up": torch.ones(E, 0, D)}, ValueError, "h is 0, but it must be >= 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_STORED)
+def test_what_does_not_fit_the_layout_is_refused(name):
+    changes, error, message = REFUSED_STORED[name]
+    with pytest.raises(error, match=message) as refused:
+        replace(make().stored("linear"), **changes).call()
+    assert "\n" not in str(refused.value)
+
+
+# Experts of other ranks
+
+
+def shard(inputs, first, count):
+    """The experts ``first``.. of the inputs, in leaves of their own."""
+    part = slice(first, first + count)
+    up, down = [w.detach()[part].clone().requires_grad_() for w in inputs.gate_up], inputs.down.detach()[part].clone()
+    return replace(inputs, gate_up=tuple(up), down=down.requires_grad_())
+
+
+@pytest.mark.parametrize("layout", ["separate", "linear"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_shards_add_up_to_the_whole(policy, layout):
+    inputs = make()
+    whole = step(inputs.call(), inputs.leaves())
+    shards = [(first, shard(inputs, first, count)) for first, count in ((0, 2), (2, 3))]
+    shards = [(first, one if layout == "separate" else one.stored(layout)) for first, one in shards]
+    found = [step(one.call(first=first, policy=policy), one.leaves()) for first, one in shards]
+    for number in (0, 1, -1):  # out, d_x, d_topk_weights
+        total = sum(results[number] for results in found)
+        assert relative_error(total, whole[number]) < comparisons.BOUNDS["float32"]
+    d_down = torch.cat([results[-2] if layout == "separate" else results[-2].mT for results in found])
+    assert torch.equal(d_down, whole[-2])
+
+
+def test_slots_of_other_ranks_give_nothing_and_get_nothing():
+    inputs = make()
+    ids = torch.where(inputs.topk_index < 3, inputs.topk_index, 3)  # as transformers marks them
+    ids[5] = 3
+    here = replace(shard(inputs, 0, 3), topk_index=ids)
+    out, d_x, *_, d_weights = step(here.call(first=0), here.leaves())
+    assert not out[5].any() and not d_x[5].any() and not d_weights[ids == 3].any() and d_weights[ids < 3].all()
+    strange = replace(here, topk_index=torch.where(ids == 3, torch.tensor([-7, 99, 2**40]), ids))
+    assert all_equal(step(strange.call(first=0), strange.leaves()), step(here.call(first=0), here.leaves()))
+
+
+def test_a_rank_may_have_no_row():
+    inputs = make()
+    out, *gradients = step(inputs.call(first=70), inputs.leaves())
+    assert not any(tensor.any() for tensor in (out, *gradients))
+
+
+def test_ids_of_a_rank_must_be_distinct_too():
+    with pytest.raises(ValueError, match=r"topk_index\[4\] names expert 2 twice"):
+        replace(make(), **a_repeated_id()).call(first=0)
+    with pytest.raises(ValueError, match="first is -1, but it must be >= 0"):
+        make().call(first=-1)
+
+
+# The module
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_module_is_the_function_with_weights_of_its_own(layout):
+    inputs, module = make(), Experts(E, D, H, layout=layout, policy="inputs")
+    assert sorted(name for name, _ in module.named_parameters()) == ["down", "gate_up"]
+    out = module(inputs.x, inputs.topk_index, inputs.topk_weights)
+    same = replace(inputs, gate_up=module.gate_up, down=module.down, layout=layout)
+    assert torch.equal(out, same.call())
+    check(same)
+    assert f"layout={layout}" in repr(module) and "E=5, d=16, h=24" in repr(module)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"E": 0}, ValueError, "E is 0, but it must be >= 1"),
+        ({"h": 2.5}, TypeError, "h is 2.5"),
+        ({"layout": "separate"}, ValueError, "unknown layout 'separate'.* Valid: linear, matmul, interleaved"),
+        ({"dtype": torch.float64}, TypeError, "dtype is torch.float64, but it must be torch.float32"),
+        ({"activation": "gelu", "layout": "interleaved"}, ValueError, "gelu is not gated, so nothing takes turns"),
+    ],
+)
+def test_a_module_that_cannot_be_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        Experts(**{"E": E, "d": D, "h": H} | options)
+
+
+# Names
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"activation": "swigl"}, "unknown activation 'swigl'. Did you mean 'swiglu'"),
         ({"policy": "minimum"}, "unknown policy 'minimum'. Did you mean 'minimal'"),
-        ({"version": "8_none"}, "unknown version of experts '8_none'"),
+        ({"version": "8_none"}, "unknown version of experts in layout separate '8_none'"),
+        ({"layout": "linear", "version": "1_naive"}, "unknown version of experts in layout linear '1_naive'"),
+        ({"layout": "lines"}, "unknown layout 'lines'. Did you mean 'linear'"),
     ],
 )
 def test_unknown_names_are_refused(options, message):

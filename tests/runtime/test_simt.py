@@ -13,7 +13,15 @@ import pytest
 
 from moeblaze_ref.runtime.poison import POISON
 from moeblaze_ref.runtime.simt import build
-from moeblaze_ref.runtime.simt.executor import KernelFault, SharedTraffic, SimtExecutor, Traffic, Work
+from moeblaze_ref.runtime.simt.executor import (
+    KernelFault,
+    SharedTraffic,
+    SimtExecutor,
+    Staged,
+    Traffic,
+    Work,
+    _without_overlap,
+)
 from moeblaze_ref.runtime.source import kernel_text
 
 SIMT = SimtExecutor()
@@ -714,6 +722,9 @@ def test_arguments_are_checked_against_the_declaration(change, error, message):
         run(COPY, "copy", **{name: value for name, value in arguments.items() if value is not None})
 
 
+HALVES = (("a", slice(0, 2)), ("b", slice(2, 4)))
+
+
 def test_outputs_must_be_writable_and_must_not_overlap():
     fixed = ints(32)
     fixed.flags.writeable = False
@@ -723,6 +734,17 @@ def test_outputs_must_be_writable_and_must_not_overlap():
     both = ints(48)
     with pytest.raises(ValueError, match="arguments x and out of kernel copy overlap in memory"):
         run(COPY, "copy", x=both[:32], out=both[16:], shift=0)
+
+
+def test_arrays_that_lie_in_the_gaps_of_each_other_do_not_overlap():
+    both = np.arange(12).reshape(3, 4)
+    halves, whole = (
+        [Staged([name], both[:, part], False, both) for name, part in HALVES],
+        Staged(["c"], both, True, both),
+    )
+    assert _without_overlap("copy", halves) == halves
+    with pytest.raises(ValueError, match="arguments a and c of kernel copy overlap in memory without"):
+        _without_overlap("copy", [halves[0], whole])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Dispatch in raw CUDA: launches kernels_cuda/dispatch/."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,12 +103,29 @@ def build_part(topk_experts: Array, num_experts: int, num_routed: int, executor:
     return _build(executor or executor_for(topk_experts), DEFAULT_VERSION, topk_experts, num_experts, num_routed)
 
 
-def _build(executor: Executor, version: str, topk_experts: Array, E: int, R: int) -> Dispatch:
-    """The structures of R rows of checked ids."""
+def build_open(topk_experts: Array, num_experts: int, executor: Executor) -> Dispatch:
+    """The structures where some ids are ``EMPTY``, the device alone knows how many: they have room for all rows.
+
+    Rows beyond the last expert's are in no group. Their tokens are 0, so that a gather of all rows finds one.
+    """
+    L, k = topk_experts.shape
+    return _build(executor, DEFAULT_VERSION, topk_experts, num_experts, L * k, rows=partial(executor.full, value=0))
+
+
+def _build(
+    executor: Executor,
+    version: str,
+    topk_experts: Array,
+    E: int,
+    R: int,
+    rows: Callable[[tuple[int, ...], str], Array] | None = None,
+) -> Dispatch:
+    """The structures of R rows of checked ids; ``rows`` makes the array of the rows' tokens, by default unwritten."""
+    rows = rows or executor.empty
     L, k = topk_experts.shape
     ids = executor.empty if R else partial(executor.full, value=EMPTY)
     dispatch = Dispatch(
-        expert_token_indices=executor.empty((R,), "int32"),
+        expert_token_indices=rows((R,), "int32"),
         expert_token_offsets=executor.empty((E + 1,), "int32") if R else executor.full((E + 1,), "int32", 0),
         token_expert_indices=ids((L * k,), "int32"),
         token_index_map=ids((L * k,), "int32"),

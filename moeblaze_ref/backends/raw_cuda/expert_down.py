@@ -1,5 +1,7 @@
 """The down-projection in raw CUDA: launches kernels_cuda/expert_down/."""
 
+from collections.abc import Callable
+
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.core.arrays import dtype_of
@@ -23,10 +25,10 @@ def forward(
     _, h, d = w3.shape
     gemm.check_version("expert_down", version, VERSIONS, y_swi, d=d, h=h)
     executor = executor or executor_for(y_swi)
-    return _rows(executor, version, y_swi, w3, dispatch, d)
+    return rows(executor, version, y_swi, w3, dispatch, d)
 
 
-def _rows(executor, version, y_swi, w3, dispatch, d):
+def rows(executor: Executor, version: str, y_swi: Array, w3: Array, dispatch: Dispatch, d: int) -> Array:
     """Rows of y in as many columns as ``w3`` has: all d of them, or a part."""
     _, h, width = w3.shape
     dtype = dtype_of(y_swi)
@@ -67,7 +69,7 @@ def output_in_parts(
     executor = executor or executor_for(y_swi)
     out = executor.empty((dispatch.L, d), dtype)
     for first, width in parts:
-        y = _rows(executor, version, y_swi, w3[:, :, first : first + width], dispatch, d)
+        y = rows(executor, version, y_swi, w3[:, :, first : first + width], dispatch, d)
         gemm.sum_rows(executor, y, dispatch.token_index_map, dispatch.k, out, gates, first)
         del y  # before the next part is born
     return out
@@ -174,36 +176,51 @@ def hidden_gradients(
     dtype = gemm.check_version("expert_down", version, VERSIONS, a, ("d_out", d_out), d=d, h=h)
     executor = executor or executor_for(a)
     d_a, d_b = (a, b) if overwrite else [like if like is None else executor.empty(like.shape, dtype) for like in (a, b)]
-    gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")
+    gated_y = executor.empty(a.shape, dtype)
+    tile = tiles.choose(executor, version, "d_hidden", dispatch.R, dispatch.E, d, h)
+
+    def launch(gate_of_row, gate_terms):
+        module = executor.load(gemm.file_of("expert_down", version), **gemm.constants(dtype, activation, tile))
+        module.launch(
+            "d_hidden",
+            **gemm.rows_launch(executor, version, dispatch, h, tile),
+            d_out=d_out,
+            gate_of_row=gate_of_row,
+            a=a,
+            b=gemm.or_nothing(executor, b, a),
+            w3=gemm.operand(executor, version, w3, gemm.WEIGHTS_TRANSPOSED_BOX),
+            expert_token_indices=dispatch.expert_token_indices,
+            expert_token_offsets=dispatch.expert_token_offsets,
+            d_a=d_a,
+            d_b=gemm.or_nothing(executor, d_b, a),
+            gated_y=gated_y,
+            gate_terms=gate_terms,
+            d=d,
+            h=h,
+        )
+
+    d_gates = gate_gradients(executor, dispatch, gates, gemm.gate_terms(version, h, tile), launch)
+    return d_a, d_b, gated_y, d_gates
+
+
+def gate_gradients(
+    executor: Executor, dispatch: Dispatch, gates: Array, terms: int, launch: Callable[[Array, Array], None]
+) -> Array:
+    """The gradients of the gates, from a kernel that leaves so many partial sums of each row's.
+
+    ``launch(gate_of_row, gate_terms)`` runs it: (R,) and (R, terms), both float32 and in expert order.
+    """
+    d_gates = executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
-        return d_a, d_b, gated_y, d_gates
-    gate_module = executor.load("expert_down/gates.cu", THREADS=gemm.THREADS)
+        return d_gates
+    module = executor.load("expert_down/gates.cu", THREADS=gemm.THREADS)
     slots = {**gemm.per_element(dispatch.slots), "token_index_map": dispatch.token_index_map, "R": dispatch.slots}
     gate_of_row = executor.empty((dispatch.R,), "float32")
-    gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
-    tile = tiles.choose(executor, version, "d_hidden", dispatch.R, dispatch.E, d, h)
-    terms = gemm.gate_terms(version, h, tile)
+    module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
     gate_terms = executor.empty((dispatch.R, terms), "float32")
-    module = executor.load(gemm.file_of("expert_down", version), **gemm.constants(dtype, activation, tile))
-    module.launch(
-        "d_hidden",
-        **gemm.rows_launch(executor, version, dispatch, h, tile),
-        d_out=d_out,
-        gate_of_row=gate_of_row,
-        a=a,
-        b=gemm.or_nothing(executor, b, a),
-        w3=gemm.operand(executor, version, w3, gemm.WEIGHTS_TRANSPOSED_BOX),
-        expert_token_indices=dispatch.expert_token_indices,
-        expert_token_offsets=dispatch.expert_token_offsets,
-        d_a=d_a,
-        d_b=gemm.or_nothing(executor, d_b, a),
-        gated_y=gated_y,
-        gate_terms=gate_terms,
-        d=d,
-        h=h,
-    )
-    gate_module.launch("d_gates", **slots, gate_terms=gate_terms, d_gates=d_gates, terms=terms)
-    return d_a, d_b, gated_y, d_gates
+    launch(gate_of_row, gate_terms)
+    module.launch("d_gates", **slots, gate_terms=gate_terms, d_gates=d_gates, terms=terms)
+    return d_gates
 
 
 @implements(stage_contracts.EXPERT_DOWN_D_W3, gemm.ARRAYS)

@@ -80,24 +80,29 @@ def input_gradient(
     d_x = executor.empty((dispatch.L, d), dtype)
     if dispatch.R == 0:
         return d_x
-    tile = tiles.choose(executor, version, "d_x_rows", dispatch.R, dispatch.E, d, h)
-    # The kernels depend on whether there is a gate, not on the activation.
-    module = executor.load(
-        gemm.file_of("expert_up", version), **gemm.constants(dtype, "silu" if w2 is None else "swiglu", tile)
-    )
     if version == "1_naive":
-        _sum_on_the_fly(executor, module, (d_a, d_b, w1, w2), dispatch, d_x)
+        _sum_on_the_fly(executor, (d_a, d_b, w1, w2), dispatch, d_x)
         return d_x
     gemm.check_slots(dispatch)
     for first, width in gemm.parts_of_rows(version, dispatch.R, d, h):
-        _sum_stored_rows(executor, module, version, tile, (d_a, d_b, w1, w2), dispatch, d_x, first, width)
+        part = (w1, w2) if width == d else [w if w is None else w[:, first : first + width] for w in (w1, w2)]
+        rows = rows_before_their_sum(executor, version, (d_a, d_b, *part), dispatch, d)
+        gemm.sum_rows(executor, rows, dispatch.token_index_map, dispatch.k, d_x, first=first)
+        del rows  # before the next part is born
     return d_x
 
 
-def _sum_on_the_fly(executor, module, operands, dispatch, d_x):
+def _module(executor, version, dtype, gated, tile=None):
+    """The file for a gradient of x: its kernels depend on whether there is a gate, not on the activation."""
+    constants = gemm.constants(dtype, "swiglu" if gated else "silu", tile)
+    return executor.load(gemm.file_of("expert_up", version), **constants)
+
+
+def _sum_on_the_fly(executor, operands, dispatch, d_x):
     """d_x by one kernel, a thread for each of its elements."""
     d_a, d_b, w1, w2 = operands
     _, d, h = w1.shape
+    module = _module(executor, "1_naive", dtype_of(d_a), w2 is not None)
     module.launch(
         "d_x",
         **gemm.per_element(dispatch.L * d),
@@ -115,13 +120,21 @@ def _sum_on_the_fly(executor, module, operands, dispatch, d_x):
     )
 
 
-def _sum_stored_rows(executor, module, version, tile, operands, dispatch, d_x, first, width):
-    """``width`` columns of d_x, from ``first`` on, by a product of tiles and a sum; its rows are freed on return."""
+def rows_before_their_sum(
+    executor: Executor,
+    version: str,
+    operands: tuple[Array, Array | None, Array, Array | None],
+    dispatch: Dispatch,
+    d: int,
+) -> Array:
+    """Rows d_a w1^T + d_b w2^T, in as many columns as w1 and w2 have lines: all d of them, or a part."""
     d_a, d_b, w1, w2 = operands
-    dtype, pitch = dtype_of(d_a), d_x.shape[1]
-    if width < pitch:
-        w1, w2 = [w if w is None else w[:, first : first + width] for w in (w1, w2)]  # (E, width, h)
-    rows = executor.empty((dispatch.R, width), dtype)
+    _, width, h = w1.shape
+    rows = executor.empty((dispatch.R, width), dtype_of(d_a))
+    if dispatch.R == 0:
+        return rows
+    tile = tiles.choose(executor, version, "d_x_rows", dispatch.R, dispatch.E, d, h)
+    module = _module(executor, version, dtype_of(d_a), w2 is not None, tile)
     module.launch(
         "d_x_rows",
         **gemm.rows_launch(executor, version, dispatch, width, tile),
@@ -132,9 +145,9 @@ def _sum_stored_rows(executor, module, version, tile, operands, dispatch, d_x, f
         expert_token_offsets=dispatch.expert_token_offsets,
         rows=rows,
         d=width,
-        h=w1.shape[2],
+        h=h,
     )
-    gemm.sum_rows(executor, rows, dispatch.token_index_map, dispatch.k, d_x, first=first)
+    return rows
 
 
 @implements(stage_contracts.EXPERT_UP_D_W, gemm.ARRAYS)

@@ -4,9 +4,11 @@ import functools
 from collections.abc import Collection
 
 from moeblaze_ref.backends.raw_cuda import activation as activation_stage
-from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, router
+from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, packed, router
 from moeblaze_ref.core.arrays import dtype_of
+from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.contract import bodies, implements
+from moeblaze_ref.core.layouts import Layout
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime import Executor, executor_for
 from moeblaze_ref.systems import layer
@@ -66,6 +68,14 @@ def backward(
     stages = stages_for(saved.x, weights, executor or executor_for(saved.x), version)
     d_losses = d_load_balancing_loss, d_router_z_loss
     return layer.backward(stages, d_out, saved, weights, *d_losses, overwrite, wanted)
+
+
+def packed_stages_for(
+    x: Array, weights: ExpertWeights, activation: str, layout: Layout, executor: Executor, version: str | None = None
+) -> Stages:
+    """The same for weights of a layout: w1 is gate_up, w3 is down, and there is no w2."""
+    version = version or default_version(dtype_of(x), *layout.widths(weights.w1, is_gated(activation)), executor)
+    return packed.replaced(_stages(executor, version, False), layout, activation, executor, version)
 
 
 def stages_for(x: Array, weights: ExpertWeights, executor: Executor, version: str | None = None) -> Stages:

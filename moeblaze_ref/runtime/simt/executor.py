@@ -378,8 +378,9 @@ def place_of(array: np.ndarray) -> tuple[int, int]:
 
 def _without_overlap(kernel: str, items: list[Staged]) -> list[Staged]:
     not_empty = sorted((item for item in items if item.original.size), key=lambda item: place_of(item.original))
-    for left, right in itertools.pairwise(not_empty):
-        if byte_bounds(left.original)[1] > right.original.ctypes.data:
+    for left, right in itertools.combinations(not_empty, 2):
+        between = byte_bounds(left.original)[1] > right.original.ctypes.data  # as the halves of a tensor may lie
+        if between and np.shares_memory(left.original, right.original):
             raise ValueError(
                 f"arguments {left.names[0]} and {right.names[0]} of kernel {kernel} overlap in memory without "
                 f"being the same array"
