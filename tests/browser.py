@@ -302,7 +302,8 @@ def _wait_for(explorer: Locator, number: int, ask: Callable[[str], Any], before:
 
 # The site ------------------------------------------------------------------------------------------------------------
 
-READ = """() => ({
+# As a text: of thousands of values Playwright would describe each by itself.
+READ = """() => JSON.stringify({
     links: [...document.links].map(link => link.href),
     places: [...document.querySelectorAll("[id], a[name]")].flatMap(place => [place.id, place.name]),
     unseen: [...document.images].filter(image => !image.naturalWidth).map(image => image.src),
@@ -421,7 +422,7 @@ def _read(page, address):
     """What is on a page; of a file that is no page, that it is there."""
     if address.endswith((".html", "/")):
         response = page.goto(address)
-        found = page.evaluate(READ)
+        found = json.loads(page.evaluate(READ))
     else:
         response = page.request.get(address)
         found = {"links": [], "places": [], "unseen": []}

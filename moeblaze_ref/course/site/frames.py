@@ -7,6 +7,7 @@ states of a `RoutingGrid` are too many: docs/_static/routing.js draws those itse
 
 import base64
 import contextlib
+import gc
 import hashlib
 import importlib
 import io
@@ -224,6 +225,7 @@ def draw_all(paths: Sequence[Path], folder: Path) -> None:
     folder.mkdir(parents=True)
     for module in LIBRARIES:
         importlib.import_module(module)
+    gc.freeze()  # what was imported stays: no process need look through it for garbage
     forked = multiprocessing.get_context("fork")  # with what is imported here
     with forked.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
         pool.starmap(draw, [(path, folder) for path in paths], chunksize=1)
