@@ -1,8 +1,8 @@
 // The epilogue of d_hidden on mma_matmul: from a tile of <d_out, w3> everything that hangs on it. sm_80 and newer; SIMT
 // executor.
 //
-// Section 5 of MoEBlaze and SonicMoE. How eight hidden elements of a row are kept is the caller's: a `Kept` has pointers
-// a(i) and b(i) to them, which the gradients replace.
+// Section 5 of MoEBlaze and SonicMoE. The caller says how eight hidden elements of a row are kept: a `Kept` has
+// pointers a(i) and b(i) to them, which the gradients replace.
 #pragma once
 #include "expert_rows.cuh"
 #include "hidden.cuh"

@@ -1,9 +1,9 @@
 // Weights as models store them: both up-projections in one tensor, and a and b in one, ab. Compiled for one LAYOUT.
 //
-// LAYOUT       gate_up      its columns           down
-// linear       (E, G h, d)  w1's, then w2's       (E, d, h)
-// matmul       (E, d, G h)  w1's, then w2's       (E, h, d)
-// interleaved  (E, d, G h)  w1's and w2's by turns  (E, h, d)
+// LAYOUT       gate_up      its columns                 down
+// linear       (E, G h, d)  w1's, then w2's             (E, d, h)
+// matmul       (E, d, G h)  w1's, then w2's             (E, h, d)
+// interleaved  (E, d, G h)  w1's and w2's, alternating  (E, h, d)
 // G is 2 with a gated activation, else 1. A column is one result of the projection. ab is (R, G h), its columns in the
 // order of gate_up's. Runs everywhere.
 #pragma once
@@ -20,7 +20,7 @@ struct matmul {
 struct interleaved {
     static constexpr bool TRANSPOSED = false, INTERLEAVED = true;
 };
-static_assert(GATED || !LAYOUT::INTERLEAVED, "one projection has nothing to take turns with");
+static_assert(GATED || !LAYOUT::INTERLEAVED, "one projection alternates with none");
 
 // The column of element j of a (projection 0) or of b (1).
 __device__ __forceinline__ int packed_column(int projection, int j, int h) {

@@ -5,8 +5,8 @@
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5; the gate gradient without any kept expert
 //              output: SonicMoE (arXiv 2512.14080).
 // Idea         The kernels expert_up and d_hidden of version 3, with their operands where LAYOUT says. A weight whose
-//              neighbours lie along the depth comes in lines of the depth, and ldmatrix turns no fragment of it. Where
-//              a's and b's columns take turns, a tile is one product, whose neighbours are pairs of a and b.
+//              neighbours lie along the depth comes in lines of the depth, and ldmatrix transposes none of its
+//              fragments. Where columns of a and b alternate, a tile is one product of neighbouring pairs of a and b.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    Scalar of s bytes: __half, __nv_bfloat16, or float, which is multiplied as tf32; ACTIVATION; LAYOUT;
 //              TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and BAND, see mma_matmul.cuh;
@@ -31,16 +31,16 @@
 #include "mma_hidden.cuh"
 #include "packed.cuh"
 
-// ---- ab = x gate_up --------------------------------------------------------------------------------------------------
+// ---- ab = x gate_up ------------------------------------------------------------------------
 
 constexpr int RESULTS = LAYOUT::INTERLEAVED ? 1 : PROJECTIONS;  // products that share their rows
-constexpr int TURNS = PROJECTIONS / RESULTS;                    // projections that take turns in one product
+constexpr int MERGED = PROJECTIONS / RESULTS;                   // projections that alternate in one product
 constexpr Along UP_ALONG = LAYOUT::TRANSPOSED ? Along::DEPTH : Along::SIDE;
 
 // The columns of gate_up that a tile of a product begins with, as lines along UP_ALONG.
 __device__ __forceinline__ Lines<false> up_lines(const Scalar* gate_up, int expert, int result, int first_column, int d,
                                                  int h) {
-    const int columns = PROJECTIONS * h, count = TURNS * h - first_column;
+    const int columns = PROJECTIONS * h, count = MERGED * h - first_column;
     const Scalar* const begin = gate_up + up_weight_at(expert, 0, result * h + first_column, d, h);
     if (LAYOUT::TRANSPOSED) return {begin, d, count, d};
     return {begin, columns, d, count};
@@ -59,8 +59,9 @@ __device__ __forceinline__ void store_side_by_side(Scalar* ab, Scalar* y_swi, in
     if (STORE_Y_SWI) y_values.store(y_swi + (long long)row * h + j);
 }
 
-// Four neighbours of a and of b that take turns.
-__device__ __forceinline__ void store_by_turns(Scalar* ab, Scalar* y_swi, int row, int j, int h, const float* pairs) {
+// Four neighbours of a and of b that alternate.
+__device__ __forceinline__ void store_alternating(Scalar* ab, Scalar* y_swi, int row, int j, int h,
+                                                  const float* pairs) {
     Eight values;
     Pack<Scalar, 4> y;
 #pragma unroll
@@ -87,16 +88,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     WarpResults<RESULTS> sums;
     mma_matmul<Along::DEPTH, UP_ALONG>(sums, d, rows, weights);
     sums.each(load_nothing, [&](int, int row, int column, const float (&values)[RESULTS][8], Nothing) {
-        const int j = (first_column + column) / TURNS;
+        const int j = (first_column + column) / MERGED;
         if (row >= tile.rows || j >= h) return;
         if constexpr (LAYOUT::INTERLEAVED)
-            store_by_turns(ab, y_swi, tile.first + row, j, h, values[0]);
+            store_alternating(ab, y_swi, tile.first + row, j, h, values[0]);
         else
             store_side_by_side(ab, y_swi, tile.first + row, j, h, values[0], values[RESULTS - 1]);
     });
 }
 
-// ---- d_ab from d_out down^T --------------------------------------------------------------------------------------
+// ---- d_ab from d_out down^T ------------------------------------------------------------------------
 
 constexpr Along DOWN_ALONG = LAYOUT::TRANSPOSED ? Along::SIDE : Along::DEPTH;
 

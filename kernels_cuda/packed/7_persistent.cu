@@ -6,7 +6,7 @@
 //              output, and the split into producer and consumers: SonicMoE (arXiv 2512.14080).
 // Idea         The kernels expert_up and d_hidden of version 7, with their operands where LAYOUT says. A weight whose
 //              neighbours lie along the depth comes in boxes along it, and wgmma reads it along K; the other one in
-//              boxes along its columns, along N. Where columns take turns, a tile is one product.
+//              boxes along its columns, along N. Where columns alternate, a tile is one product.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; LAYOUT; STORE_PROJECTIONS and STORE_Y_SWI. d and h are
 //              multiples of 8.
@@ -26,12 +26,12 @@
 #include "hopper/hidden_gradients.cuh"
 #include "packed.cuh"
 
-constexpr bool BY_TURNS = LAYOUT::INTERLEAVED;
+constexpr bool ALTERNATING = LAYOUT::INTERLEAVED;
 
-// ---- ab = x gate_up --------------------------------------------------------------------------------------------------
+// ---- ab = x gate_up ------------------------------------------------------------------------
 
-constexpr int RESULTS = BY_TURNS ? 1 : PROJECTIONS;  // matrices whose panels lie side by side in a tile
-constexpr int WIDTH = TILE_COLUMNS / RESULTS;        // columns of a tile of each
+constexpr int RESULTS = ALTERNATING ? 1 : PROJECTIONS;  // matrices whose panels lie side by side in a tile
+constexpr int WIDTH = TILE_COLUMNS / RESULTS;           // columns of a tile of each
 
 // Eight neighbours of a and of b.
 __device__ __forceinline__ void store_side_by_side(Scalar* ab, Scalar* y_swi, int row, int j, int h, Chunk a_chunk,
@@ -40,8 +40,8 @@ __device__ __forceinline__ void store_side_by_side(Scalar* ab, Scalar* y_swi, in
                  y_swi + (long long)row * h + j, 0, a_chunk, b_chunk);
 }
 
-// Four neighbours of a and of b that take turns.
-__device__ __forceinline__ void store_by_turns(Scalar* ab, Scalar* y_swi, int row, int j, int h, Chunk chunk) {
+// Four neighbours of a and of b that alternate.
+__device__ __forceinline__ void store_alternating(Scalar* ab, Scalar* y_swi, int row, int j, int h, Chunk chunk) {
     if (STORE_PROJECTIONS) *reinterpret_cast<Chunk*>(ab + packed_at(row, 0, j, h)) = chunk;
     if (!STORE_Y_SWI) return;
     uint2 y;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_by_turns(Scalar* ab, Scalar* y_swi, int ro
     *reinterpret_cast<uint2*>(y_swi + (long long)row * h + j) = y;
 }
 
-// The epilogue of expert_up. Panels of a and b, 64 columns each, lie side by side in a tile; or their columns take turns.
+// The epilogue of expert_up. Panels of a and b, 64 columns each, lie side by side in a tile, or columns alternate.
 struct Hidden {
     Scalar *ab, *y_swi;
     int h;
@@ -63,8 +63,8 @@ struct Hidden {
     template <class Epilogue>
     __device__ __forceinline__ void operator()(const RowTile& tile, int, const Epilogue& epilogue) const {
         constexpr int PANEL_CHUNKS = PANEL / CHUNK, CHUNKS = WIDTH / CHUNK, AT_ONCE = WARP / CHUNKS;
-        constexpr int TURNS = BY_TURNS ? 2 : 1;
-        const int i = lane_id() % CHUNKS, j = (tile.column + i * CHUNK) / TURNS;
+        constexpr int MERGED = ALTERNATING ? 2 : 1;
+        const int i = lane_id() % CHUNKS, j = (tile.column + i * CHUNK) / MERGED;
         const int a_chunk = i / PANEL_CHUNKS * RESULTS * PANEL_CHUNKS + i % PANEL_CHUNKS;
 #pragma unroll 1
         for (int n = 0; n < Epilogue::COUNT; ++n) {
@@ -75,8 +75,8 @@ struct Hidden {
                 for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE) {
                     const int routed = tile.first + first + row;
                     const Chunk& chunk = finished.at(row, a_chunk);
-                    if constexpr (BY_TURNS)
-                        store_by_turns(ab, y_swi, routed, j, h, chunk);
+                    if constexpr (ALTERNATING)
+                        store_alternating(ab, y_swi, routed, j, h, chunk);
                     else
                         store_side_by_side(ab, y_swi, routed, j, h, chunk,
                                            finished.at(row, a_chunk + PANEL_CHUNKS * (RESULTS - 1)));
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(UpRoles::BLOCK, 1)
               int E) {
     auto& shared = shared_memory<Shared<3, 1>>();
     grouped_matmul<UpRoles>(
-        shared, RowTiles(expert_token_offsets, E, BY_TURNS ? 2 * h : h, WIDTH, d),
+        shared, RowTiles(expert_token_offsets, E, ALTERNATING ? 2 * h : h, WIDTH, d),
         [&](const RowTile& tile) {
             const GatheredRows<UpRoles::COPIERS> rows(x, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w1, &w2](int step, Stage& stage, Barrier* full) {
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(UpRoles::BLOCK, 1)
         Hidden{ab, y_swi, h});
 }
 
-// ---- d_ab from d_out down^T ------------------------------------------------------------------------------------------
+// ---- d_ab from d_out down^T ------------------------------------------------------------------------
 
 // Sections 3.2 and 5: <d_out, w3> of a tile of hidden elements, then everything that hangs on it.
 using HiddenRoles = WarpRoles<4, 4, true, false, LAYOUT::TRANSPOSED>;
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
              const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_ab, Scalar* gated_y,
              float* gate_terms, int d, int h, int E) {
     auto& shared = shared_memory<HiddenShared>();
-    const int second = BY_TURNS ? CHUNK : h;  // elements from the first chunk of a row to the second
+    const int second = ALTERNATING ? CHUNK : h;  // elements from the first chunk of a row to the second
     grouped_matmul<HiddenRoles>(
         shared, RowTiles(expert_token_offsets, E, h, TILE_COLUMNS, d),
         [&](const RowTile& tile) {
@@ -145,6 +145,6 @@ extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
                 }
             };
         },
-        HiddenGradients<BY_TURNS>{gate_of_row, ab, ab + second, d_ab, d_ab + second, gated_y, gate_terms, h,
-                                  PROJECTIONS * h, shared.ahead});
+        HiddenGradients<ALTERNATING>{gate_of_row, ab, ab + second, d_ab, d_ab + second, gated_y, gate_terms, h,
+                                     PROJECTIONS * h, shared.ahead});
 }

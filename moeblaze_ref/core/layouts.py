@@ -16,7 +16,7 @@ class Layout:
     transposed : bool
         As an ``nn.Linear``'s: gate_up (E, G h, d) and down (E, d, h). Else (E, d, G h) and (E, h, d).
     interleaved : bool
-        Columns of w1 and w2 take turns. Else those of w1 come first.
+        Columns of w1 and w2 alternate. Else those of w1 come first.
     """
 
     name: str

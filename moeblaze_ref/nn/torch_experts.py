@@ -75,7 +75,7 @@ def experts(
         - ``linear``: gate_up (E, 2h, d), the gate's h rows first; down (E, d, h). As an ``nn.Linear``'s: Mixtral,
           Qwen3, DeepSeek-V3 and most others in transformers.
         - ``matmul``: gate_up (E, d, 2h), the gate's h columns first; down (E, h, d). Llama 4.
-        - ``interleaved``: the same, but columns of the gate and of the up-projection take turns. gpt-oss.
+        - ``interleaved``: the same, but columns of the gate and of the up-projection alternate. gpt-oss.
         - ``separate``: gate_up is a tuple of two (E, d, h), or one for the ungated activations; down (E, h, d).
           `MoELayer`.
     version : str, optional
@@ -268,7 +268,7 @@ def _check_names(activation: str, policy: str, layout: str, version: str | None)
     checks.check_name("policy", policy, POLICIES)
     checks.check_name("layout", layout, (*LAYOUTS, SEPARATE))
     if layout == "interleaved" and not is_gated(activation):
-        raise ValueError(f"{activation} is not gated, so nothing takes turns: its layout is linear, matmul or separate")
+        raise ValueError(f"{activation} is not gated, so nothing alternates: its layout is linear, matmul or separate")
     if version is not None:
         versions = raw_layer.VERSIONS if layout == SEPARATE else packed.VERSIONS
         checks.check_name(f"version of experts in layout {layout}", version, versions)

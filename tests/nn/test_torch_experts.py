@@ -624,7 +624,7 @@ def test_the_module_is_the_function_with_weights_of_its_own(layout):
         ({"h": 2.5}, TypeError, "h is 2.5"),
         ({"layout": "separate"}, ValueError, "unknown layout 'separate'.* Valid: linear, matmul, interleaved"),
         ({"dtype": torch.float64}, TypeError, "dtype is torch.float64, but it must be torch.float32"),
-        ({"activation": "gelu", "layout": "interleaved"}, ValueError, "gelu is not gated, so nothing takes turns"),
+        ({"activation": "gelu", "layout": "interleaved"}, ValueError, "gelu is not gated, so nothing alternates"),
     ],
 )
 def test_a_module_that_cannot_be_is_refused(options, error, message):

@@ -1,12 +1,12 @@
 // The epilogue of d_hidden: from <d_out, w3> of a tile everything that hangs on it. sm_90a.
 //
-// Section 5 of MoEBlaze and SonicMoE. Eight elements of a and of b lie in two chunks. Those are eight of a and eight of b;
-// or BY_TURNS, four of each, their elements by turns. The gradients go where a and b lie.
+// Section 5 of MoEBlaze and SonicMoE. Eight elements of a and of b lie in two chunks: eight of a and eight of b.
+// Or they are ALTERNATING: each chunk has four of a and four of b. The gradients go where a and b lie.
 #pragma once
 #include "hidden.cuh"
 #include "hopper/grouped_matmul.cuh"
 
-// ---- two chunks ------------------------------------------------------------------------------------------------------
+// ---- two chunks ------------------------------------------------------------------------
 
 // Two neighbours of a and of b.
 struct HiddenPairs {
@@ -14,10 +14,10 @@ struct HiddenPairs {
 };
 
 // The i-th two of the elements that the chunks hold.
-template <bool BY_TURNS>
+template <bool ALTERNATING>
 __device__ __forceinline__ HiddenPairs pairs_of(const Chunk& a_chunk, const Chunk& b_chunk, int i) {
     HiddenPairs pairs;
-    if constexpr (BY_TURNS) {
+    if constexpr (ALTERNATING) {
         const Chunk& both = i < 2 ? a_chunk : b_chunk;
         float low[2], high[2];
         unpack<Scalar>(both.words[i % 2 * 2], low);
@@ -31,9 +31,9 @@ __device__ __forceinline__ HiddenPairs pairs_of(const Chunk& a_chunk, const Chun
 }
 
 // Puts them there.
-template <bool BY_TURNS>
+template <bool ALTERNATING>
 __device__ __forceinline__ void put_pairs(Chunk& a_chunk, Chunk& b_chunk, int i, const HiddenPairs& pairs) {
-    if constexpr (BY_TURNS) {
+    if constexpr (ALTERNATING) {
         Chunk& both = i < 2 ? a_chunk : b_chunk;
         both.words[i % 2 * 2] = packed<Scalar>(pairs.a[0], pairs.b[0]);
         both.words[i % 2 * 2 + 1] = packed<Scalar>(pairs.a[1], pairs.b[1]);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void put_pairs(Chunk& a_chunk, Chunk& b_chunk, int i,
     }
 }
 
-// ---- the epilogue ----------------------------------------------------------------------------------------------------
+// ---- the epilogue ------------------------------------------------------------------------
 
 // What an epilogue warp reads ahead: of each row, a chunk of a and b a lane.
 struct RowAhead {
@@ -54,8 +54,8 @@ struct HiddenShared : Shared<3, 1> {
     RowAhead ahead[ROWS_AHEAD];
 };
 
-// A warp a row, a chunk of <d_out, w3> a lane. Rows of a and b, and of their gradients, are `pitch` elements apart.
-template <bool BY_TURNS>
+// A warp a row, a chunk of <d_out, w3> a lane. `pitch` is from one row of a, b or their gradients to the next.
+template <bool ALTERNATING>
 struct HiddenGradients {
     const float* gate_of_row;
     const Scalar *a, *b;
@@ -74,7 +74,7 @@ struct HiddenGradients {
             const int column = tile.column + lane_id() * CHUNK;
             const int present = column < h ? count : 0;  // rows of the lane
             const long long first_row = tile.first + first, y_begin = first_row * h + column;
-            const long long begin = first_row * pitch + (BY_TURNS ? 2 : 1) * column;
+            const long long begin = first_row * pitch + (ALTERNATING ? 2 : 1) * column;
 #pragma unroll
             for (int row = 0; row < ROWS_AHEAD; ++row) read(row, begin, present);
             auto& finished = epilogue.take(i);
@@ -111,7 +111,7 @@ struct HiddenGradients {
         cp_async_commit();
     }
 
-    // Eight elements, of a and b from `at` on, of gate * y_swi from `y_at` on; returns their term of the gate's gradient.
+    // Eight elements: a and b from `at` on, gate * y_swi from `y_at` on. Returns their term of the gate's gradient.
     __device__ __forceinline__ float store(long long at, long long y_at, Chunk a_chunk, Chunk b_chunk, Chunk d_chunk,
                                            float gate) const {
         Chunk d_a_chunk, d_b_chunk, y_chunk;
@@ -119,11 +119,11 @@ struct HiddenGradients {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float d_pair[2];
-            const HiddenPairs pairs = pairs_of<BY_TURNS>(a_chunk, b_chunk, i);
+            const HiddenPairs pairs = pairs_of<ALTERNATING>(a_chunk, b_chunk, i);
             unpack<Scalar>(d_chunk.words[i], d_pair);
             const HiddenGradient low = hidden_gradient(pairs.a[0], pairs.b[0], d_pair[0], gate);
             const HiddenGradient high = hidden_gradient(pairs.a[1], pairs.b[1], d_pair[1], gate);
-            put_pairs<BY_TURNS>(d_a_chunk, d_b_chunk, i, {{low.d_a, high.d_a}, {low.d_b, high.d_b}});
+            put_pairs<ALTERNATING>(d_a_chunk, d_b_chunk, i, {{low.d_a, high.d_a}, {low.d_b, high.d_b}});
             y_chunk.words[i] = packed<Scalar>(low.gated_y, high.gated_y);
             term += low.gate + high.gate;
         }
