@@ -9,6 +9,7 @@ from torch import nn
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.nn.systems import SYSTEMS, run, system
+from moeblaze_ref.nn.torch_experts import Experts
 from moeblaze_ref.verify.layers.adapter import Adapter, Factory
 
 LAYOUTS = {"layer.wg": "router: d E", "layer.w1": "gate: E d h", "layer.w2": "up: E d h", "layer.w3": "down: E h d"}
@@ -37,12 +38,29 @@ def of_system(name: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, 
     return Adapter(_Output(made), LAYOUTS, router, multiple=multiple, deterministic=True)
 
 
+LAYOUTS_OF_EXPERTS = {
+    "linear": {"gate_up": "gate_up: E 2h d", "down": "down: E d h"},
+    "matmul": {"gate_up": "gate_up: E d 2h", "down": "down: E h d"},
+    "interleaved": {"gate_up": "gate_up: E d h2", "down": "down: E h d"},
+}
+
+
+def experts(
+    layout: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, policy: str = "minimal"
+) -> Adapter:
+    """Return our experts without a router, with weights of one layout."""
+    made = Experts(E, d, h, policy=policy, layout=layout, device=device, dtype=dtype)
+    return Adapter(made, LAYOUTS_OF_EXPERTS[layout], multiple=BLOCK, deterministic=True)
+
+
 def factories() -> dict[str, Factory]:
     """Every layer of ours by name: the systems that drop nothing, and ours under each policy."""
     found: dict[str, Factory] = {f"moeblaze_ref/{name}": partial(of_system, name) for name in PLAIN}
     for name in SYSTEMS:
         if name.startswith("megablocks"):
             found[f"moeblaze_ref/{name}"] = partial(of_system, name, block=BLOCK)
+    for layout in LAYOUTS_OF_EXPERTS:
+        found[f"moeblaze_ref/experts/{layout}"] = partial(experts, layout)
     for policy in POLICIES:
         found[f"moeblaze_ref/{policy}"] = partial(of_system, "moeblaze", policy=policy)
     return found

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moeblaze_ref.core import routers
+from moeblaze_ref.nn import hf
 from moeblaze_ref.verify.layers.activations import ClampedSwiglu
 from moeblaze_ref.verify.layers.adapter import Activation, Adapter, Factory
 
@@ -111,7 +112,19 @@ def block(
     weights |= {f"{gate}.e_score_correction_bias": "selection_bias: E"} if router.selection_bias else {}
     weights |= {f"block.{about.shared}.{name}": layout for name, layout in SHARED.items()} if about.shared else {}
     shared = h if about.shared else 0
-    return Adapter(_Flat(made), weights, router, about.activation, shared=shared, multiple=_MULTIPLES[implementation])
+    return Adapter(
+        _Flat(made), weights, router, about.activation, shared=shared, multiple=_MULTIPLES.get(implementation, 8)
+    )
+
+
+def block_with_ours(
+    family: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, policy: str = "minimal"
+) -> Adapter:
+    """Return a family's block whose experts are run by our kernels."""
+    made = block(family, hf.register(policy), d=d, h=h, E=E, k=k, dtype=dtype, device=device)
+    if family == "llama4":  # whose block asks no registry
+        hf.use(made.module, policy)
+    return made
 
 
 def experts(
@@ -127,6 +140,9 @@ def experts(
 def factories() -> dict[str, Factory]:
     """Every block and experts module by name; Llama 4's experts run inside its block alone."""
     found: dict[str, Factory] = {"transformers/llama4/block": partial(block, "llama4", "eager")}
+    for family in ("mixtral", "deepseek_v3"):
+        found[f"transformers/{family}/block/moeblaze_ref"] = partial(block_with_ours, family)
+    found["transformers/llama4/block/moeblaze_ref"] = partial(block_with_ours, "llama4")
     for family in BLOCKS:
         for implementation in _MULTIPLES if family != "llama4" else ():
             found[f"transformers/{family}/{implementation}"] = partial(experts, family, implementation)

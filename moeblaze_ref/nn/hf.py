@@ -1,0 +1,162 @@
+"""Our experts inside models of Hugging Face's transformers, whose weights stay as they are.
+
+transformers keeps a registry of functions that run the experts of a model (``transformers.integrations.moe``). `use`
+enters one for each policy, and switches one model to it. Llama 4 has no such switch: there the forward of each MoE
+block is replaced by one that runs the chosen experts alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.nn.torch_experts import experts
+from moeblaze_ref.nn.torch_operands import DTYPES
+
+_ACTIVATIONS = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "ReLU": "reglu"}  # by what multiplies the up-projection
+
+
+class InUse:
+    """Our experts in one model; `undo` restores what ran before. A ``with`` block does so at its end.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    before : str
+        What ran its experts before.
+    modules : list of nn.Module
+        The experts modules and blocks that call our experts.
+    """
+
+    def __init__(self, model: Any, before: str | None, modules: Sequence[nn.Module]):
+        self.model, self.modules = model, list(modules)
+        self._before = before
+
+    def undo(self) -> None:
+        """Let the model run its experts as before."""
+        for module in self.modules:
+            vars(module).pop("forward", None)
+        if self._before is not None:
+            self.model.set_experts_implementation(self._before)
+
+    def __enter__(self) -> "InUse":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def use(model: Any, policy: str = "minimal") -> InUse:
+    """Let a model of transformers run its experts by our kernels; no weight is copied or changed.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        With experts in one of transformers' layouts: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GLM-4.5, Llama 4.
+    policy : str
+        What the experts keep for the backward, one of ``config.POLICIES``.
+
+    Returns
+    -------
+    InUse
+        Has ``undo()``, and the modules that call our experts.
+
+    Raises
+    ------
+    ValueError
+        If the policy is unknown, the model has no experts that can be switched, or what they compute is not ours: an
+        activation, biases, a norm, or the layout of their weights.
+    TypeError
+        If their weights have a dtype that the kernels do not compute in, such as those of a quantised model.
+    """
+    checks.check_name("policy", policy, POLICIES)
+    switched, blocks = [*_switchable(model)], [*_llama4_blocks(model)]
+    if not switched and not blocks:
+        raise ValueError(f"{type(model).__name__} has no experts that transformers can switch to other kernels")
+    for module in (*switched, *(block.experts for block in blocks)):
+        _check(module)
+    before = _switch(model, policy, switched) if switched else None
+    for block in blocks:
+        block.forward = partial(_run_llama4, block, policy)
+    return InUse(model, before, [*switched, *blocks])
+
+
+def _switchable(model: nn.Module) -> Iterator[Any]:
+    """The experts modules whose forward asks transformers' registry."""
+    return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+
+
+def _llama4_blocks(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if type(module).__name__ == "Llama4TextMoe")
+
+
+def _check(module: Any) -> None:
+    """Check that an experts module computes what our experts do."""
+    name = type(module).__name__
+    wanted = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_concatenated": True}
+    for attribute, value in wanted.items():
+        if getattr(module, attribute, value) != value:
+            raise ValueError(f"{name} has {attribute}={not value}, but our experts run those with {value} alone")
+    _activation(module)
+    for weight, parameter in module.named_parameters():
+        if parameter.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise TypeError(f"{name}.{weight} has dtype {parameter.dtype}, but it must be one of {allowed}")
+
+
+def _activation(module: Any) -> str:
+    """Our name of an experts module's activation."""
+    kind = type(module.act_fn).__name__
+    if kind not in _ACTIVATIONS:
+        allowed = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"{type(module).__name__} has the activation {kind}, but it must be one of {allowed}")
+    return _ACTIVATIONS[kind]
+
+
+def register(policy: str) -> str:
+    """Enter the policy's function into transformers' registry, and return its name there."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    name = f"moeblaze_{checks.check_name('policy', policy, POLICIES)}"
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(_run, policy))
+    return name
+
+
+def _switch(model: Any, policy: str, modules: Sequence[Any]) -> str:
+    """Switch the model to the policy's function, and return what ran before."""
+    name = register(policy)
+    before: str = modules[0].config._experts_implementation
+    model.set_experts_implementation(name)
+    if left := [module for module in modules if module.config._experts_implementation != name]:
+        model.set_experts_implementation(before)
+        raise ValueError(f"{len(left)} of {len(modules)} experts modules of {type(model).__name__} were not switched")
+    return before
+
+
+def _run(policy: str, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers calls in place of a module's own forward: (L, d) from (L, d) and a routing (L, k)."""
+    layout = "matmul" if module.is_transposed else "linear"
+    first = 0 if module._is_expert_parallel else None
+    weights = module.gate_up_proj, module.down_proj
+    return experts(
+        hidden_states, *weights, top_k_index, top_k_weights, _activation(module), policy, layout, first=first
+    )
+
+
+def _run_llama4(block: Any, policy: str, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward of Llama 4's block: each chosen expert gets its token times the sigmoid of its logit."""
+    x = hidden_states.reshape(-1, block.hidden_dim)  # (L, d)
+    scores, logits = block.router(x)  # (L, E): zero for experts that are not chosen
+    chosen = logits.topk(block.top_k, dim=1).indices  # (L, k)
+    rows = (x[:, None] * scores.gather(1, chosen)[..., None]).flatten(0, 1)  # (L k, d)
+    module = block.experts
+    ones = rows.new_ones(len(rows), 1)
+    weights = module.gate_up_proj, module.down_proj
+    y = experts(rows, *weights, chosen.reshape(-1, 1), ones, _activation(module), policy, "matmul")
+    return block.shared_expert(x) + y.view(*chosen.shape, -1).sum(1), logits

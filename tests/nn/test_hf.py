@@ -1,0 +1,184 @@
+"""Our experts inside models of transformers: the same losses, gradients and files."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moeblaze_ref.nn import hf
+
+SIZES = {
+    "hidden_size": 64,
+    "vocab_size": 61,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 16),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+}
+MORE = {
+    "mixtral": {},
+    "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "olmoe": {},
+    "deepseek_v3": {
+        "first_k_dense_replace": 0,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "head_dim": 8,
+    },
+    "glm4_moe": {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    "llama4_text": {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16, "num_experts_per_tok": 1},
+    "gpt_oss": {},
+}
+FAMILIES = [family for family in MORE if family != "gpt_oss"]
+
+
+def model_of(family, dtype=torch.float32, seed=0):
+    """A tiny model whose experts run one after another."""
+    config = AutoConfig.for_model(family)
+    for name, value in (SIZES | MORE[family]).items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    config._experts_implementation = "eager"
+    config._attn_implementation = "eager"
+    if hasattr(config, "layer_types"):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).to(dtype).train()
+
+
+def tokens(seed=0, length=11):
+    return torch.randint(61, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, ids):
+    """The loss and every gradient."""
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def calls_counted(monkeypatch):
+    """How often our experts run."""
+    calls = []
+    real = hf.experts
+    monkeypatch.setattr(hf, "experts", lambda *given, **named: calls.append(given[6]) or real(*given, **named))
+    return calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_has_the_loss_and_gradients_of_its_own_experts(family, monkeypatch):
+    calls = calls_counted(monkeypatch)
+    model, ids = model_of(family), tokens()
+    loss, gradients = step(model, ids)
+    assert not calls
+    with hf.use(model, "inputs") as used:
+        ours, found = step(model, ids)
+        assert calls == ["inputs"] * 2 and len(used.modules) == 2
+    assert ours == pytest.approx(loss, rel=1e-5) and found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    again, _ = step(model, ids)
+    assert again == loss and len(calls) == 2  # undone
+
+
+def test_two_models_have_two_policies(monkeypatch):
+    """Also where they were made of one configuration."""
+    calls = calls_counted(monkeypatch)
+    first = model_of("qwen3_moe")
+    second = copy.deepcopy(first)
+    untouched = model_of("qwen3_moe")
+    used = hf.use(first, "minimal"), hf.use(second, "conventional")
+    for model, policy in ((first, "minimal"), (second, "conventional")):
+        calls.clear()
+        step(model, tokens())
+        assert calls == [policy] * 2
+    calls.clear()
+    step(untouched, tokens())
+    used[0].undo()
+    step(first, tokens())
+    assert not calls
+    step(second, tokens())
+    assert calls == ["conventional"] * 2
+
+
+def test_fifty_steps_are_those_of_eager():
+    """Of 64 tokens, in float32: the same routing, and a loss within 1e-4 at every step."""
+    models = model_of("qwen3_moe"), model_of("qwen3_moe")
+    chosen = {id(model): [] for model in models}
+    for model in models:
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(
+                lambda module, given, out, kept=chosen[id(model)]: kept.append(out[2].sort(-1).values)
+            )
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-4) for model in models]
+    with hf.use(models[1]):
+        for number in range(50):
+            losses = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss, _ = step(model, tokens(number % 4, length=32))
+                optimizer.step()
+                losses.append(loss)
+            assert losses[1] == pytest.approx(losses[0], abs=1e-4), number
+    assert all(map(torch.equal, *chosen.values())) and losses[0] < 3.8
+
+
+def test_checkpoints_are_the_same_files(tmp_path):
+    model = model_of("qwen3_moe")
+    model.save_pretrained(tmp_path / "before")
+    with hf.use(model):
+        model.save_pretrained(tmp_path / "in use")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "in use")
+        assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "in use" / name).read_bytes()
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def _norm(model):
+    model.model.layers[0].mlp.experts.has_post_expert_norm = True
+
+
+def _activation(model):
+    model.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
+
+
+def _quantised(model):
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "error", "message"),
+    [
+        (partial(model_of, "gpt_oss"), None, ValueError, "GptOssExperts has has_bias=True"),
+        (partial(model_of, "qwen3_moe"), _norm, ValueError, "has has_post_expert_norm=True"),
+        (partial(model_of, "qwen3_moe"), _activation, ValueError, "has the activation Tanh"),
+        (partial(model_of, "qwen3_moe"), _quantised, TypeError, "down_proj has dtype torch.float8_e4m3fn"),
+        (lambda: torch.nn.Linear(1, 1), None, ValueError, "Linear has no experts that transformers can switch"),
+    ],
+)
+def test_a_model_whose_experts_are_not_ours(make, change, error, message):
+    model = make()
+    if change:
+        change(model)
+    with pytest.raises(error) as raised:
+        hf.use(model)
+    assert message in str(raised.value)
+
+
+def test_an_unknown_policy():
+    with pytest.raises(ValueError, match="unknown policy 'minimum'"):
+        hf.use(torch.nn.Linear(1, 1), "minimum")
