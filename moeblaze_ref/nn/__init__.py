@@ -34,6 +34,7 @@ __all__ = [
     "SequentialMoE",
     "experts",
     "graphed",
+    "hf",
     "keep_routing",
     "oracle",
     "replace_moe_blocks",
