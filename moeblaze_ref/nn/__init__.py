@@ -4,7 +4,7 @@ Import them from here; ``from moeblaze_ref import MoELayer`` is the short way to
 ``SYSTEMS``; `system` fixes options of one.
 """
 
-from moeblaze_ref.nn import oracle, routers
+from moeblaze_ref.nn import hf, oracle, routers
 from moeblaze_ref.nn.oracle import OracleMoE
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.systems import SYSTEMS, MoEFactory, system
