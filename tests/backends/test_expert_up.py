@@ -30,7 +30,7 @@ from moeblaze_ref.backends.numpy_ref import expert_up as stage
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm, layer, tiles
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
-from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn.activations import ACTIVATION
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, _static_shared_bytes
 from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.verify import comparisons
@@ -53,7 +53,7 @@ def torch_up(x, w1, w2, dispatch, activation):
     routed = tx[slot // dispatch.k]
     a = torch.einsum("rd,rdh->rh", routed, tw1[expert])
     b = None if tw2 is None else torch.einsum("rd,rdh->rh", routed, tw2[expert])
-    y_swi = oracle.ACTIVATION[activation](a)
+    y_swi = ACTIVATION[activation](a)
     return a, b, y_swi if b is None else y_swi * b, leaves
 
 
