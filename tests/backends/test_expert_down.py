@@ -545,7 +545,10 @@ FAULTS = {
         "warps share a and b": ("return threadIdx.x % WARPGROUP;", "return lane_id();"),
         "unscaled gate": ("gate_of_row[tile.first + first + lane_id()] : 0.0f", "1.0f : 0.0f"),
         "gate of another row": ("__shfl_sync(FULL_WARP, gates, row)", "__shfl_sync(FULL_WARP, gates, 0)"),
-        "gradient of its first element twice": ("a_pair[1], b_pair[1], d_pair[1],", "a_pair[0], b_pair[0], d_pair[0],"),
+        "gradient of its first element twice": (
+            "pairs.a[1], pairs.b[1], d_pair[1],",
+            "pairs.a[0], pairs.b[0], d_pair[0],",
+        ),
         "gate term of every second element": ("term += low.gate + high.gate;", "term += low.gate;"),
         "gate term not left": ("d.words[0] = __float_as_int(term);", ";"),
         "gate term without the last lane": ("lane < WARP; ++lane) sum", "lane < WARP - 1; ++lane) sum"),
