@@ -541,6 +541,18 @@ def test_rounding_that_depends_on_the_processor_is_passed_over():
     assert not list(outputs.differences(said("step 15", tags=[outputs.VARIES]), said("step 21")))
 
 
+def test_a_line_that_comes_in_two_parts_is_one():
+    """Parts of another stream, and what is shown between two lines, stay where they are."""
+    whole, parts = said("one\ntwo\n"), said("one")
+    stream, shown = parts.cells[0].outputs[0], nbformat.v4.new_output("display_data", {"text/plain": "picture"})
+    error = stream | {"name": "stderr"}
+    parts.cells[0].outputs += [stream | {"text": "\ntwo"}, stream | {"text": "\n"}]
+    assert outputs.settled(parts).cells[0].outputs == whole.cells[0].outputs
+    parts.cells[0].outputs = [stream, shown, stream, error, error, stream]
+    texts = [output.get("text") for output in outputs.settled(parts).cells[0].outputs]
+    assert texts == ["one", None, "one", "oneone", "one"]
+
+
 def test_a_settled_notebook_stays_as_it_is():
     once = outputs.settled(said("1", tags=[outputs.VARIES], execution={"started": "now"}))
     assert once.metadata == METADATA and once.cells[0].metadata == {"tags": [outputs.VARIES]}

@@ -43,7 +43,7 @@ def settled(ran: NotebookNode) -> NotebookNode:
     for cell in copy.cells:
         cell.metadata = NotebookNode({name: value for name, value in cell.metadata.items() if name == "tags"})
         if cell.cell_type == "code":
-            outputs = [part for output in cell.outputs for part in _without_widgets(output, models)]
+            outputs = _joined([part for output in cell.outputs for part in _without_widgets(output, models)])
             for shown in (output.data for output in outputs if "data" in output):
                 if "image/png" in shown:
                     shown.pop("text/html", None)  # the same picture once more
@@ -52,6 +52,17 @@ def settled(ran: NotebookNode) -> NotebookNode:
                     shown["text/markdown"] = shown["text/markdown"].removesuffix(sources.STYLE)
             cell.outputs = outputs
     return copy
+
+
+def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """The outputs, with one for all neighbouring parts of a stream: a busy kernel may send a line in two parts."""
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        if joined and "text" in output and joined[-1].get("name") == output.name:
+            joined[-1] = nbformat.from_dict(joined[-1] | {"text": joined[-1].text + output.text})
+        else:
+            joined.append(output)
+    return joined
 
 
 def text(notebook: NotebookNode) -> str:
