@@ -32,6 +32,7 @@ from moeblaze_ref.core.config import MoEConfig, preset
 from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.memory.accounting import Assumptions, account
 from moeblaze_ref.nn import oracle, systems
+from moeblaze_ref.nn.activations import ACTIVATION
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.runtime.ceilings import Ceilings, Cost
 from moeblaze_ref.runtime.clock import WARM_UP, Samples, interleave
@@ -378,7 +379,7 @@ def test_either_slope_is_right_where_rounding_decides_a_sign(activation, a, righ
         parameters.w1[:, 1, 0] = (a - 1) * size
 
     def layer(tokens):
-        monkeypatch.setitem(oracle.ACTIVATION, activation, lambda rows: SteepAtZero.apply(rows, -9 * a * size))
+        monkeypatch.setitem(ACTIVATION, activation, lambda rows: SteepAtZero.apply(rows, -9 * a * size))
         routing = oracle.route(tokens, parameters.wg, parameters.k)
         out = oracle.experts(tokens, routing, *parameters.weights[1:], activation)
         monkeypatch.undo()

@@ -199,11 +199,11 @@ def hidden_gradients(
             h=h,
         )
 
-    d_gates = gate_gradients(executor, dispatch, gates, gemm.gate_terms(version, h, tile), launch)
+    d_gates = gates_gradient(executor, dispatch, gates, gemm.gate_terms(version, h, tile), launch)
     return d_a, d_b, gated_y, d_gates
 
 
-def gate_gradients(
+def gates_gradient(
     executor: Executor, dispatch: Dispatch, gates: Array, terms: int, launch: Callable[[Array, Array], None]
 ) -> Array:
     """The gradients of the gates, from a kernel that leaves so many partial sums of each row's.

@@ -116,7 +116,7 @@ class Packed:
                 h=h,
             )
 
-        d_gates = expert_down.gate_gradients(executor, dispatch, gates, gemm.gate_terms(version, h, tile), launch)
+        d_gates = expert_down.gates_gradient(executor, dispatch, gates, gemm.gate_terms(version, h, tile), launch)
         return d_ab, None, gated_y, d_gates
 
     @property
