@@ -111,8 +111,8 @@ def route(
     logit_bias is (E,); the other arguments and errors are as in `choose`.
     """
     _check_bias("logit_bias", logit_bias, router, wg.shape[1])
-    logits = (_float32_product if router.float32_product else _product)(x, wg, logit_bias)  # (L, E)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    product = (_float32_product if router.float32_product else _product)(x, wg, logit_bias)  # (L, E)
+    logits = product if product.dtype == torch.float64 else product.float()
     return choose(logits, k, router, selection_bias, topk_experts)
 
 

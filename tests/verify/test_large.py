@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from casts import CAST, UNCOMPILED, Switched, switched
 from planted import quick_builds
+from unchecked import UNCHECKED
 
 from moeblaze_ref.backends.numpy_ref import block_sparse as reference_sparse
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
@@ -40,6 +41,8 @@ HOSTS = {
     "include/expert_rows.cuh": ["expert_up/1_naive.cu"],
     "include/hopper/epilogue.cuh": ["expert_up/7_persistent.cu"],
     "include/hopper/gradients.cuh": ["expert_up/7_persistent.cu", "expert_down/7_persistent.cu"],
+    "include/hopper/hidden_gradients.cuh": ["expert_down/7_persistent.cu"],
+    "include/mma_hidden.cuh": ["expert_down/3_mma.cu"],
     "include/mma_matmul.cuh": ["expert_down/3_mma.cu"],
     "include/stages.cuh": ["expert_down/3_mma.cu"],
     "include/sparse.cuh": ["block_sparse/1_naive.cu"],
@@ -56,8 +59,14 @@ def casts_of(source: str) -> list[str]:
     return [line for line in lines if not UNCOMPILED.search(code_of(line)) for _ in CAST.findall(code_of(line))]
 
 
-KERNEL_FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
-HEADERS = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("include/**/*.cuh"))
+def files_of(pattern: str) -> list[str]:
+    """The checked files of a pattern."""
+    found = {path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob(pattern)}
+    return sorted(found - UNCHECKED)
+
+
+KERNEL_FILES = files_of("*/*.cu")
+HEADERS = files_of("include/**/*.cuh")
 
 
 class Finder(SparseExecutor):

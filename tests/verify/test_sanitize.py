@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
+from unchecked import UNCHECKED
 
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER
@@ -78,7 +79,10 @@ def test_no_kernel_is_left_out(monkeypatch):
     constants = {"Scalar": "float"}
     files = {path.relative_to(kernels_dir()).as_posix(): path.read_text() for path in kernels_dir().glob("*/*.cu")}
     assert witness.launched == {
-        (file, kernel) for file, text in files.items() for kernel in Declarations.read(text, constants).kernels
+        (file, kernel)
+        for file, text in files.items()
+        for kernel in Declarations.read(text, constants).kernels
+        if file not in UNCHECKED
     }
 
 
