@@ -103,6 +103,7 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
             _leave(partial(_work, work, writing, theirs, limits, folder, watcher))
         os.close(writing)
         theirs.close()
+        ours.settimeout(limits.seconds)  # TimeoutError, should the process not get as far as its listener
         try:
             listener = opened.enter_context(starts.received(ours))
             told, status = _watch(child, reading, listener, limits, list(gone))

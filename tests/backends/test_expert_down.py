@@ -29,7 +29,7 @@ from moeblaze_ref.backends.numpy_ref import expert_down as stage
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort, expert_groups
 from moeblaze_ref.backends.raw_cuda import combine, expert_down, gemm, tiles
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
-from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn.activations import ACTIVATION
 from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor, _static_shared_bytes
 from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.verify import comparisons
@@ -59,7 +59,7 @@ def torch_down(gates, a, b, w3, dispatch, activation):
     ta, tb, tgates, tw3 = leaves
     slot = torch.tensor(dispatch.token_index_map.argsort())  # (R,) which (token, j) each position holds
     expert = torch.tensor(dispatch.token_expert_indices).long()[slot]
-    y_swi = oracle.ACTIVATION[activation](ta)
+    y_swi = ACTIVATION[activation](ta)
     y = torch.einsum("rh,rhd->rd", y_swi if tb is None else y_swi * tb, tw3[expert])
     weighted = tgates.flatten()[slot, None] * y
     out = torch.zeros(dispatch.L, tw3.shape[2], dtype=y.dtype).index_add(0, slot // dispatch.k, weighted)

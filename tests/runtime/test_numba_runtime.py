@@ -10,7 +10,7 @@ import pytest
 from hostile import until
 from simulator import only_simulated
 
-from moeblaze_ref.backends.numba_cuda import dispatch, runtime
+from moeblaze_ref.backends.numba_cuda import dispatch, runtime, simulator
 from moeblaze_ref.backends.numba_cuda.runtime import POISON, cuda
 from moeblaze_ref.core import devices
 from moeblaze_ref.verify.cases import GOLDEN_TOPK_EXPERTS
@@ -145,3 +145,11 @@ def test_without_a_driver_there_are_no_devices(monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", no_such_library)
     assert devices.cuda_device_count.__wrapped__() == 0
+
+
+def test_the_threads_of_the_simulator_replace_nothing_of_pythons_own():
+    """A forked process calls private methods of all threads: one of ours in the place of ``_stop`` waited for ever."""
+    replaced = {
+        name for kind in (simulator._Turn, simulator._Carrier) for name in {*vars(kind)} & {*vars(threading.Thread)}
+    }
+    assert replaced <= {"__doc__", "__init__", "__module__", "run"}

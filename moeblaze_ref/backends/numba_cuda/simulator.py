@@ -171,14 +171,15 @@ class _Turn(BlockThread):
     def syncthreads(self):
         self.barriers += 1
         self.waits = True
-        self._stop()
+        self._hold()
 
     def pause(self):
         """Let the others read what a write is about to change, unless it is part of an atomic operation."""
         if self.often and not any(lock.locked() for lock in _ATOMICS):
-            self._stop()
+            self._hold()
 
-    def _stop(self):
+    def _hold(self):
+        """Stop until the block goes on with this thread. Python calls a thread's own ``_stop`` in forked processes."""
         self.carrier.stop()
         if self.abort:
             raise RuntimeError("another thread has failed")
