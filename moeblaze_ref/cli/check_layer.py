@@ -14,6 +14,7 @@ from moeblaze_ref.core import checks, progress, provenance, source_hashes
 ALL = "all"
 COMMAND = "check --layer"
 DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
 
 
 class Row(NamedTuple):
@@ -42,6 +43,7 @@ def check_layers(
     with user_errors():
         for dtype in dtypes:
             checks.check_name("dtype", dtype, DTYPES)
+        checks.check_name("device", device, DEVICES)
         if record:
             provenance.check_place(record, COMMAND, force)
     jobs = [functools.partial(_rows, name, dtypes, device, seeds, seconds) for name in _each(names)]

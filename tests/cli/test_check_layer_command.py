@@ -73,6 +73,7 @@ def test_a_right_layer_and_its_record(here):
         (["--layer", "no_such_module:make"], "no_such_module cannot be imported: No module named 'no_such_module'"),
         (["--layer", "my_layers:"], "a layer is 'my_layers:', but it must be MODULE:FACTORY"),
         (["--layer", "torch/experts", "--dtype", "float8"], "unknown dtype 'float8'"),
+        (["--layer", "torch/experts", "--device", "gpu"], "unknown device 'gpu'"),
         (["--layer", "torch/experts", "--large"], "--layer checks whole layers: leave --large out"),
         (["--seeds", "2"], "--seeds and --device: only a check of a layer has these"),
     ],

@@ -125,6 +125,31 @@ def test_an_error_is_a_finding():
     assert verdict.units == math.inf and verdict.bug_class == UNKNOWN
 
 
+class AlwaysRaising(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        raise RuntimeError("no kernel")
+
+
+def test_a_layer_that_never_runs_has_no_bits():
+    verdict = verdict_on(lambda **sizes: plain.experts(kind=AlwaysRaising, **sizes))
+    assert verdict.deterministic is None and not any(finding.ok for finding in verdict.findings)
+
+
+class OffAndDoubled(plain.PlainExperts):
+    """Two bugs: rows at wrong tokens, and a gradient twice as large."""
+
+    def combine(self, out, token, y):
+        return super().combine(out, token, y).roll(1, 0)
+
+    def up(self, e, rows):
+        weight = self.gate_up[e]
+        return list((rows @ (2 * weight - weight.detach()).mT).chunk(2, -1))
+
+
+def test_a_class_that_explains_the_output_alone_is_not_named():
+    assert verdict_on(lambda **sizes: plain.experts(kind=OffAndDoubled, **sizes)).bug_class == UNKNOWN
+
+
 class Random(plain.PlainExperts):
     def forward(self, x, topk_index, topk_weights):
         return super().forward(x, topk_index, topk_weights) * (1 + 2e-6 * torch.rand(()))

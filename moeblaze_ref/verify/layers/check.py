@@ -46,13 +46,15 @@ class Verdict(NamedTuple):
     dtype: str
     findings: tuple[Finding, ...]
     bug_class: str  #: the name of a `diagnosis.BugClass`, `UNKNOWN`, or nothing if the layer is right
-    deterministic: bool  #: the same bits in a second run
+    deterministic: bool | None  #: the same bits in a second run; None if the layer raised an error
     claims_determinism: bool
 
     @property
     def ok(self) -> bool:
         """Whether everything is right."""
-        return all(finding.ok for finding in self.findings) and (self.deterministic or not self.claims_determinism)
+        return all(finding.ok for finding in self.findings) and not (
+            self.claims_determinism and self.deterministic is False
+        )
 
     @property
     def units(self) -> float:
@@ -137,14 +139,14 @@ class _Check(NamedTuple):
         except Exception as error:
             yield Finding(name, pattern.name, "", math.inf, (), _in_a_line(error))
 
-    def _is_deterministic(self, pattern: Pattern) -> bool:
-        """Whether two runs of a step give the same bits; a layer that raises an error has none."""
+    def _is_deterministic(self, pattern: Pattern) -> bool | None:
+        """Whether two runs of a step give the same bits; None if the layer raises an error, which is a finding."""
         try:
             layer = CheckedLayer.make(self.factory, pattern.sizes, self.dtype, self.device)
             case = cases.make(layer.adapter, pattern, self.dtype)
             first, second = layer.step(case), layer.step(case)
         except Exception:
-            return True
+            return None
         return all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -77,13 +77,19 @@ def worst(found: Results, wanted: Wanted) -> float:
     return units
 
 
+def wrong_parts(name: str, found: Tensor, wanted: Wanted) -> list[int]:
+    """The tokens or experts whose part of a tensor is wrong; none of a tensor that is not looked at in parts."""
+    if name not in PARTS:
+        return []
+    _, parts = _errors_of(name, found, wanted)
+    return (~(parts <= wanted.bounds[name][1])).nonzero().flatten().tolist()
+
+
 def _of_tensor(name: str, found: Tensor, wanted: Wanted) -> Iterator[Deviation]:
     whole, parts = _errors_of(name, found, wanted)
     of_whole, of_part = wanted.bounds[name]
-    wrong = (~(parts <= of_part)).nonzero()
-    if len(wrong) and name in PARTS:
-        first = int(wrong[0])
-        yield Deviation(name, f"{PARTS[name][0]} {first}", float(parts[first]), of_part)
+    if wrong := wrong_parts(name, found, wanted):
+        yield Deviation(name, f"{PARTS[name][0]} {wrong[0]}", float(parts[wrong[0]]), of_part)
     elif not whole <= of_whole:
         yield Deviation(name, None, whole, of_whole)
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from moeblaze_ref.verify.layers import predictions, reference
-from moeblaze_ref.verify.layers.deviations import PARTS, Deviation, Wanted, deviations, worst
+from moeblaze_ref.verify.layers.deviations import PARTS, Deviation, Wanted, deviations, worst, wrong_parts
 from moeblaze_ref.verify.layers.predictions import Prediction
 from moeblaze_ref.verify.layers.reference import Case, Results, Spec
 
@@ -71,19 +70,6 @@ class BugClass(NamedTuple):
 # ---- signs ---------------------------------------------------------------------------------
 
 
-def _wrong_parts(evidence: Evidence, name: str) -> list[int]:
-    """The tokens or experts whose part of a tensor is wrong."""
-    axis = PARTS[name][1]
-    found, exact = evidence.found[name].movedim(axis, 0), evidence.wanted.exact[name].movedim(axis, 0)
-    return [
-        i for i in range(len(exact)) if not torch.allclose(found[i], exact[i], rtol=0.05, atol=0.05 * _usual(exact))
-    ]
-
-
-def _usual(tensor: Tensor) -> float:
-    return float(tensor.square().mean().sqrt())
-
-
 def stale_gradient(evidence: Sequence[Evidence]) -> bool:
     """Everything is right but gradients of weights of experts without tokens."""
     wrong = [(one, deviation.tensor) for one in evidence for deviation in one.wrong]
@@ -94,7 +80,8 @@ def stale_gradient(evidence: Sequence[Evidence]) -> bool:
 
 def _only_without_tokens(evidence: Evidence, name: str) -> bool:
     used = set(evidence.case.topk_index.flatten().tolist())
-    return not used & set(_wrong_parts(evidence, name))
+    wrong = set(wrong_parts(name, evidence.found[name], evidence.wanted))
+    return bool(wrong) and not used & wrong
 
 
 def missing_gradient(evidence: Sequence[Evidence]) -> bool:
@@ -104,8 +91,8 @@ def missing_gradient(evidence: Sequence[Evidence]) -> bool:
 
 
 def wrong_tokens(evidence: Sequence[Evidence]) -> bool:
-    """The rows of the output are right, and some are at other tokens."""
-    changed = [one for one in evidence if any(deviation.tensor == "out" for deviation in one.wrong)]
+    """The rows of the output are right, and some are at other tokens; the gradients are those of that output."""
+    changed = [one for one in evidence if one.wrong]
     return bool(changed) and all(_is_permuted(one) for one in changed)
 
 
@@ -114,13 +101,17 @@ def _is_permuted(evidence: Evidence) -> bool:
     if found.shape != exact.shape or not found.isfinite().all():
         return False
     order = torch.cdist(found, exact).argmin(1)
-    permuted = order.sort().values.equal(torch.arange(len(order)))
-    return permuted and evidence.fits({"out": exact[order]})
+    if not order.sort().values.equal(torch.arange(len(order))):
+        return False
+    spec, case = evidence.spec, evidence.case
+    return evidence.fits(
+        reference.differentiated(case, lambda inputs: reference.layer(spec, inputs, case.topk_index)[order])
+    )
 
 
 def overwritten(evidence: Sequence[Evidence]) -> bool:
-    """Each row of the output is that of one choice of its token, whichever was written last."""
-    changed = [one for one in evidence if any(deviation.tensor == "out" for deviation in one.wrong)]
+    """Each row of the output is that of one choice of its token, whichever was last; the gradients are right."""
+    changed = [one for one in evidence if one.wrong]
     return bool(changed) and all(_has_one_choice_each(one) for one in changed)
 
 
@@ -129,7 +120,7 @@ def _has_one_choice_each(evidence: Evidence) -> bool:
     if found.shape != choices[:, 0].shape:
         return False
     nearest = (choices - found[:, None]).norm(dim=2).argmin(1)
-    return evidence.fits({"out": choices[torch.arange(len(found)), nearest]})
+    return evidence.fits(evidence.wanted.exact | {"out": choices[torch.arange(len(found)), nearest]})
 
 
 def few_bits(evidence: Sequence[Evidence]) -> bool:
