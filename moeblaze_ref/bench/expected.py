@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ref.bench import baselines
 from moeblaze_ref.bench.inputs import Inputs
-from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn import oracle, torch_grouped
 from moeblaze_ref.runtime.torch_bridge import Bridge
 
 Tensors = tuple[Tensor, ...]
@@ -52,7 +51,7 @@ def _gating(inputs: Inputs) -> Tensors:
 
 def _dispatch(inputs: Inputs) -> Tensors:
     """A stable sort of the ids, the inverse of its order, and the groups' ends."""
-    order = baselines.sort_rows(inputs.tensor("topk_experts"), inputs.config.E)
+    order = torch_grouped.sort_rows(inputs.tensor("topk_experts"), inputs.config.E)
     return order.token, order.row, order.ends
 
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda.layer import default_version
-from moeblaze_ref.bench import accuracy, baselines, foreign, roofline, routing, timed_systems
+from moeblaze_ref.bench import accuracy, foreign, roofline, routing, timed_systems
 from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.bench.timed_systems import GRAPHED, OURS, OWN
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory import measure
+from moeblaze_ref.nn import torch_grouped
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
@@ -133,7 +134,7 @@ class Scene:
     def _function(self, system: str) -> timed_systems.Layer:
         if system in self.modules:
             return timed_systems.layer_of(self.modules[system])
-        return self.baselines[system].layer if system in self.baselines else baselines.build(system, self.layer)
+        return self.baselines[system].layer if system in self.baselines else torch_grouped.build(system, self.layer)
 
     def _routed(self, config: MoEConfig, name: str) -> Tensor:
         """Tokens (L, d) that the router sends where this routing wants them."""

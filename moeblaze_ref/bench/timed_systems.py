@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from moeblaze_ref.backends.numpy_ref import capacity as specification
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.bench import baselines, foreign
+from moeblaze_ref.bench import foreign
 from moeblaze_ref.bench.accuracy import Layer
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.memory import waste
-from moeblaze_ref.nn import oracle, systems
+from moeblaze_ref.nn import oracle, systems, torch_grouped
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
@@ -31,7 +31,7 @@ OURS = "moeblaze"
 GRAPHED = "moeblaze_graphed"  # ours, whose forward and whose backward are a CUDA graph each
 MODULES = tuple(reversed(systems.SYSTEMS))
 OWN = (OURS, GRAPHED)  # the systems that have policies, and are no baselines
-SYSTEMS = (*MODULES, GRAPHED, *baselines.SYSTEMS, *foreign.SYSTEMS)
+SYSTEMS = (*MODULES, GRAPHED, *torch_grouped.SYSTEMS, *foreign.SYSTEMS)
 ALSO_CALLED = {"torch_grouped": "grouped_mm"}  # rows have the second name
 
 

@@ -46,7 +46,7 @@ def check_layers(
         checks.check_name("device", device, DEVICES)
         if record:
             provenance.check_place(record, COMMAND, force)
-    jobs = [functools.partial(_rows, name, dtypes, device, seeds, seconds) for name in _each(names)]
+    jobs = [functools.partial(_rows, name, dtypes, device, seeds, seconds) for name in _each(names, device)]
     rows: list[Row] = progress.run_with_bar("checking layers", jobs)
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=2))
@@ -60,11 +60,13 @@ def check_layers(
     return 0 if all(row.right for row in rows) else 1
 
 
-def _each(names: Iterable[str]) -> Iterator[str]:
+def _each(names: Iterable[str], device: str) -> Iterator[str]:
+    """Every name; ``all`` stands for what runs on the device."""
     from moeblaze_ref.verify.layers import adapters
 
+    every = adapters.factories() | (adapters.on_gpu() if device == "cuda" else {})
     for name in names:
-        yield from adapters.factories() if name == ALL else (name,)
+        yield from every if name == ALL else (name,)
 
 
 def verdicts(name: str, dtypes: list[str], device: str, seeds: int) -> Iterator[Any]:

@@ -14,7 +14,10 @@ from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.core.paths import PACKAGE
 
 OWN = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton", "ortools")
-BASELINES = ("megablocks", "grouped_gemm", "stanford-stk", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
+BASELINES = (
+    *("megablocks", "grouped_gemm", "stanford-stk", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl"),
+    *("liger-kernel", "torchtitan", "spmd-types", "transformers"),
+)
 PACKAGES = (*OWN, *BASELINES)
 RECORD = {"device", "versions", "commit"}  # what every record has
 

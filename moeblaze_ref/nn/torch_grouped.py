@@ -68,34 +68,35 @@ def gather_sum_layer(x: Tensor, weights: tuple[Tensor, ...], k: int, activation:
     """One layer, without atomic additions and without a kept expert output; as `index_add_layer`."""
     gates, topk_experts = _route(x, weights[0], k)
     order = sort_rows(topk_experts, weights[0].shape[1])
-    routed = _GatherTokens.apply(x, order.token, order.row, k)  # (R, d)
+    routed = _GatherTokens.apply(x, order.token, order.row, k)  # type: ignore[no-untyped-call]  # (R, d)
     y_swi = _hidden(routed, weights, order, activation)  # (R, h)
     y = _grouped_mm(y_swi * _gate_of_row(gates, order, y_swi), weights[3], order)  # (R, d)
-    return _SumOfSlots.apply(y, order.token, order.row, k), topk_experts
+    return _SumOfSlots.apply(y, order.token, order.row, k), topk_experts  # type: ignore[no-untyped-call]
 
 
-def _route(x, wg, k):
+def _route(x: Tensor, wg: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Gates (L, k) float32 and the choice (L, k)."""
-    return torch.topk(torch.softmax((x @ wg).float(), dim=-1), k)
+    gates, chosen = torch.topk(torch.softmax((x @ wg).float(), dim=-1), k)
+    return gates, chosen
 
 
-def _hidden(routed, weights, order, activation):
+def _hidden(routed: Tensor, weights: tuple[Tensor, ...], order: Order, activation: str) -> Tensor:
     """act(a) * b, (R, h)."""
     _, w1, w2, _ = weights
     a = _grouped_mm(routed, w1, order)
     return activate(a, None if w2 is None else _grouped_mm(routed, w2, order), activation)
 
 
-def _grouped_mm(rows, weights, order):
+def _grouped_mm(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     return F.grouped_mm(rows, weights, offs=order.ends)
 
 
-def _gate_of_row(gates, order, like):
+def _gate_of_row(gates: Tensor, order: Order, like: Tensor) -> Tensor:
     """(R, 1), in the dtype of what it weights."""
     return gates.flatten()[order.slot, None].to(like.dtype)
 
 
-def _sum_of_slots(rows, row_of_slot, k):
+def _sum_of_slots(rows: Tensor, row_of_slot: Tensor, k: int) -> Tensor:
     """Each token's k rows, gathered and summed: (L, d)."""
     return rows.index_select(0, row_of_slot).view(-1, k, rows.shape[1]).sum(dim=1)
 
@@ -104,13 +105,13 @@ class _GatherTokens(torch.autograd.Function):
     """x (L, d) to its routed rows (R, d); autograd's own backward would add atomically."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, token: Tensor, row_of_slot: Tensor, k: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, token: Tensor, row_of_slot: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(row_of_slot)
         ctx.k = k
         return x.index_select(0, token)
 
     @staticmethod
-    def backward(ctx, d_rows: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Any, ...]:
         (row_of_slot,) = ctx.saved_tensors
         return _sum_of_slots(d_rows, row_of_slot, ctx.k), None, None, None
 
@@ -119,12 +120,12 @@ class _SumOfSlots(torch.autograd.Function):
     """Routed rows (R, d) to the sums of their tokens (L, d)."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, token: Tensor, row_of_slot: Tensor, k: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, token: Tensor, row_of_slot: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(token)
         return _sum_of_slots(rows, row_of_slot, k)
 
     @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         return d_out.index_select(0, *ctx.saved_tensors), None, None, None
 
 

@@ -14,7 +14,6 @@ from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, Preten
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.bench import (
     accuracy,
-    baselines,
     document,
     findings,
     layer,
@@ -31,7 +30,7 @@ from moeblaze_ref.core import documents, provenance
 from moeblaze_ref.core.config import MoEConfig, preset
 from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.memory.accounting import Assumptions, account
-from moeblaze_ref.nn import oracle, systems
+from moeblaze_ref.nn import oracle, systems, torch_grouped
 from moeblaze_ref.nn.activations import ACTIVATION
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.runtime.ceilings import Ceilings, Cost
@@ -218,18 +217,18 @@ def make_tokens(config, dtype=torch.float32):
 @pytest.mark.parametrize("system", ["grouped_mm", "gather_sum"])
 def test_the_baselines_are_the_oracle(system, config):
     parameters = make_parameters(config)
-    assert max(accuracy.worst_error(baselines.build(system, parameters), parameters, *make_tokens(config))) < 1e-5
+    assert max(accuracy.worst_error(torch_grouped.build(system, parameters), parameters, *make_tokens(config))) < 1e-5
 
 
 @pytest.mark.parametrize("system", ["grouped_mm_compiled", "gather_sum_compiled"])
 def test_the_compiled_baselines_are_the_oracle(system):
     parameters, tokens = make_parameters(TINY, torch.bfloat16), make_tokens(TINY, torch.bfloat16)
-    assert accepted(accuracy.worst_error(baselines.build(system, parameters), parameters, *tokens))
+    assert accepted(accuracy.worst_error(torch_grouped.build(system, parameters), parameters, *tokens))
 
 
 def test_sorted_rows_know_their_tokens_slots_and_groups():
     topk_experts = torch.from_numpy(random_topk(53, 7, 3, "empty"))
-    order, expected = baselines.sort_rows(topk_experts, 7), oracle.expert_order(topk_experts.long(), 7)
+    order, expected = torch_grouped.sort_rows(topk_experts, 7), oracle.expert_order(topk_experts.long(), 7)
     assert torch.equal(order.slot, expected.slot) and torch.equal(order.token, expected.token)
     assert torch.equal(order.slot[order.row], torch.arange(53 * 3))
     assert order.ends.dtype == torch.int32 and order.ends.diff(prepend=torch.zeros(1)).tolist() == expected.lengths
@@ -242,7 +241,7 @@ def spoiled(change, parameters):
     """A right layer whose output, or whose weights' part in it, is changed."""
 
     def forward(x):
-        out, chosen = baselines.build("gather_sum", parameters)(x)
+        out, chosen = torch_grouped.build("gather_sum", parameters)(x)
         return change(x, out, parameters), chosen
 
     return forward
@@ -344,7 +343,7 @@ def test_a_dropped_row_shows_in_its_row_alone(large):
 
 def test_the_reference_does_not_depend_on_its_chunks(large, monkeypatch):
     parameters, tokens = large
-    layer = baselines.build("gather_sum", parameters)
+    layer = torch_grouped.build("gather_sum", parameters)
     whole = accuracy.worst_error(layer, parameters, *tokens)
     monkeypatch.setattr(accuracy, "ROWS", 100)
     monkeypatch.setattr(accuracy, "ELEMENTS", 1000)
@@ -666,7 +665,7 @@ def test_a_system_is_named_once():
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("torch_grouped", "megablocks", "grouped_mm")))
     assert job.args[2].systems == ("grouped_mm", "megablocks")
     assert timed_systems.SYSTEMS[: len(systems.SYSTEMS)] == tuple(reversed(systems.SYSTEMS))
-    assert set(timed_systems.SYSTEMS) >= {*baselines.SYSTEMS, *layer.Choice.systems}
+    assert set(timed_systems.SYSTEMS) >= {*torch_grouped.SYSTEMS, *layer.Choice.systems}
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("capacity",), capacity_factor=2.0))
     assert job.args[2].capacity_factor == 2.0
 

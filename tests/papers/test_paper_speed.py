@@ -72,7 +72,7 @@ def without_the_last_row(baseline):
 def the_next_experts_weights(baseline):
     """Rows of all experts in another order, in the layer and not in what its gradients are compared with."""
     with torch.no_grad():
-        leaf = baseline.weights.leaves["w3"]
+        leaf = baseline.weights.leaves["down"]
         leaf.copy_(leaf.roll(len(leaf) // LITTLE.E, dims=0))
     return baseline
 

@@ -39,6 +39,7 @@ def test_fused_columns(text, shape):
         {"w1": "gate: E d h", "w2": "up: E h d", "w3": "down: E d h"},
         {"both": "gate_up: E 2h d", "b": "gate_up_bias: E h2", "w3": "down: d E h", "c": "down_bias: E d"},
         {"experts.*.a": "gate_up: d 2h", "experts.*.b": "down: d h"},
+        {"w1": "gate_up: E*2h d", "w3": "down: E*h d"},
         {"r": "router: E d", "rb": "router_bias: E", "s": "shared_gate_up: 2s d", "t": "shared_down: d s"},
     ],
 )
@@ -49,6 +50,14 @@ def test_what_is_scattered_is_gathered(layouts):
     scatter(found, weights)
     again = gather(found)
     assert again.keys() == weights.keys() and all(torch.equal(again[role], weights[role]) for role in roles)
+
+
+def test_the_rows_of_all_experts_on_one_axis():
+    layout = Layout.parse("gate: E*h d", 3)
+    assert layout.shape(SIZES) == (15, 4) and layout.text == "E*h d"
+    stored = numbers(15, 4)
+    (part,) = layout.parts(stored).values()
+    assert torch.equal(part, stored.view(3, 5, 4).mT)
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ class Adapter:
                 raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
             tensor, shape = tensors[place.name], place.layout.shape(widths)
             if tuple(tensor.shape) != shape:
-                axes = " ".join(place.layout.axes)
-                raise ValueError(f"{place.name} has shape {tuple(tensor.shape)}, but ({axes}) with {sizes} is {shape}")
+                wanted = f"({place.layout.text}) with {sizes} is {shape}"
+                raise ValueError(f"{place.name} has shape {tuple(tensor.shape)}, but {wanted}")
             found.append((place, tensor))
         if missing := self._trained() - {place.name for place, _ in found}:
             raise ValueError(f"weights lacks a layout of {', '.join(sorted(missing))}, which the layer trains")

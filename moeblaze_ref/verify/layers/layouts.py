@@ -2,8 +2,8 @@
 
 A layout names the weight's role and its axes in memory. The axes are E experts, d model width, h expert width and s
 width of the shared expert. A tensor of gate and up projections has ``2h`` if all gate columns come before the up
-columns, and ``h2`` if they alternate. A name of a parameter with ``*`` stands for one parameter an expert, whose
-layout leaves E out.
+columns, and ``h2`` if they alternate. ``E*h`` is one axis of both, the h rows of an expert together. A name of a
+parameter with ``*`` stands for one parameter an expert, whose layout leaves E out.
 """
 
 from collections.abc import Mapping
@@ -34,6 +34,7 @@ FUSED = {
     "up_gate_bias": ("up_bias", "gate_bias"),
     "shared_gate_up": ("shared_gate", "shared_up"),
 }
+MERGED = "E*"  #: before the axis that is one with that of the experts
 BUFFERS = ("selection_bias",)  #: what no gradient reaches
 Weights = dict[str, Tensor]  # by role
 
@@ -43,9 +44,11 @@ class Layout(NamedTuple):
 
     roles: tuple[str, ...]  #: one, or two of a fused tensor
     axes: tuple[str, ...]  #: of the tensor, such as ("E", "2h", "d")
+    merged: bool = False  #: the first two axes are one in memory
+    num_experts: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> "Layout":
+    def parse(cls, text: str, num_experts: int = 1) -> "Layout":
         """Read a layout.
 
         Raises
@@ -59,13 +62,18 @@ class Layout(NamedTuple):
             raise ValueError(
                 f"the layout {text!r} names {name!r}, but a weight is one of {', '.join((*ROLES, *FUSED))}"
             )
-        layout = cls(roles, tuple(axes.split()))
+        layout = cls(roles, tuple(axes.replace(MERGED, "E ").split()), axes.startswith(MERGED), num_experts)
         plain = ROLES[roles[0]]
         allowed = {plain, plain[1:]} if plain[0] == "E" else {plain}
         if not any(sorted(layout._plain) == sorted(wanted) for wanted in allowed) or layout._fuses != len(roles) - 1:
             example = " ".join(f"2{axis}" if axis in "hs" and len(roles) > 1 else axis for axis in plain)
             raise ValueError(f"the layout {text!r} has the axes {axes!r}, but it must have those of {example!r}")
         return layout
+
+    @property
+    def text(self) -> str:
+        """The axes as they are written."""
+        return " ".join(self.axes).replace("E ", MERGED, 1) if self.merged else " ".join(self.axes)
 
     @property
     def _plain(self) -> tuple[str, ...]:
@@ -77,10 +85,12 @@ class Layout(NamedTuple):
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the tensor."""
-        return tuple(sizes[axis.strip("2")] * (2 if "2" in axis else 1) for axis in self.axes)
+        shape = tuple(sizes[axis.strip("2")] * (2 if "2" in axis else 1) for axis in self.axes)
+        return (shape[0] * shape[1], *shape[2:]) if self.merged else shape
 
     def parts(self, tensor: Tensor) -> Weights:
         """Return views of the tensor by role, in the axes of the reference."""
+        tensor = tensor.unflatten(0, (self.num_experts, -1)) if self.merged else tensor
         fused = next((i for i, axis in enumerate(self.axes) if "2" in axis), None)
         halves = [tensor] if fused is None else _halves(tensor, fused, self.axes[fused].startswith("2"))
         return {role: self._in_order(half, role) for role, half in zip(self.roles, halves, strict=True)}
@@ -113,7 +123,7 @@ def places(layouts: Mapping[str, str], num_experts: int) -> list[Place]:
     """
     found: list[Place] = []
     for name, text in layouts.items():
-        layout = Layout.parse(text)
+        layout = Layout.parse(text, num_experts)
         each = "*" in name
         if each == ("E" in layout.axes) and ROLES[layout.roles[0]][0] == "E":
             wrong = "one parameter an expert, so its layout has no E" if each else "all experts, so its layout has an E"

@@ -3,12 +3,17 @@
 from moeblaze_ref.core import checks
 from moeblaze_ref.verify.layers import adapter
 from moeblaze_ref.verify.layers.adapter import Factory
-from moeblaze_ref.verify.layers.adapters import ours, plain, transformers
+from moeblaze_ref.verify.layers.adapters import foreign, grouped, ours, plain, transformers
 
 
 def factories() -> dict[str, Factory]:
-    """Return the factory of every adapter that runs on a CPU."""
-    return plain.factories() | ours.factories() | transformers.factories()
+    """Return the factory of every adapter that runs on a CPU with what the project needs anyway."""
+    return plain.factories() | grouped.factories() | ours.factories() | transformers.factories()
+
+
+def on_gpu() -> dict[str, Factory]:
+    """Return the factory of every other adapter: layers of other projects, and what is compiled."""
+    return grouped.compiled() | foreign.factories()
 
 
 def named(name: str) -> Factory:
@@ -19,5 +24,5 @@ def named(name: str) -> Factory:
     ValueError
         If there is none; the message proposes the nearest name.
     """
-    known = factories()
+    known = factories() | on_gpu()
     return adapter.load(name) if ":" in name else known[checks.check_name("layer", name, known)]

@@ -1,0 +1,31 @@
+"""The layer in plain torch by grouped products: ``nn.torch_grouped``."""
+
+from functools import partial
+
+import torch
+
+from moeblaze_ref.core.routers import Router
+from moeblaze_ref.nn import torch_grouped
+from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.verify.layers.adapter import Adapter, Factory
+
+LAYOUTS = {"wg": "router: d E", "w1": "gate: E d h", "w2": "up: E d h", "w3": "down: E h d"}
+ALIGNED = 8  #: elements of 16 bytes
+
+
+def moe(name: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str) -> Adapter:
+    """Return one of ``torch_grouped.SYSTEMS``; it returns the choice of experts, too."""
+    parameters = RoutedExperts(d, h, E, k, "swiglu", device=device, dtype=dtype)
+    run = torch_grouped.build(name, parameters)
+    tensors = dict(parameters.named_parameters())
+    return Adapter(run, LAYOUTS, Router(), tensors=tensors, multiple=ALIGNED)
+
+
+def factories() -> dict[str, Factory]:
+    """Return those that run as they are written."""
+    return {f"torch/{name}": partial(moe, name) for name in ("grouped_mm", "gather_sum")}
+
+
+def compiled() -> dict[str, Factory]:
+    """Return those that are compiled, which pays on a GPU alone."""
+    return {f"torch/{name}": partial(moe, name) for name in ("grouped_mm_compiled", "gather_sum_compiled")}
