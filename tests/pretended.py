@@ -4,7 +4,7 @@ import torch
 
 from moeblaze_ref.runtime.ceilings import Ceilings
 
-FLOPS_PER_MS, BYTES_PER_MS, PEAK = 2e6, 3e3, 1000
+FLOPS_PER_MS, BYTES_PER_MS, PEAK, LEFT = 2e6, 3e3, 1000, 70_000
 HOT_FLOPS_PER_MS = 1.5e6
 
 
@@ -41,6 +41,10 @@ class PretendedDevice:
     def peak_bytes(self, work):
         work()
         return PEAK
+
+    def left_bytes(self, work):
+        work()
+        return LEFT
 
     def captured(self, work):
         work()

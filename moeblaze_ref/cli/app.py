@@ -6,7 +6,7 @@ Matplotlib.
 
 import typer
 
-from moeblaze_ref.cli import bench, check, course, doctor, lab, lm, memory, paper, place, plan
+from moeblaze_ref.cli import bench, check, course, doctor, lab, league, lm, memory, paper, place, plan
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -22,6 +22,7 @@ for command in (
     bench.bench,
     paper.paper,
     bench.tune,
+    league.league,
     memory.memory,
     plan.plan,
     lm.train,

@@ -46,12 +46,12 @@ def check_layers(
         checks.check_name("device", device, DEVICES)
         if record:
             provenance.check_place(record, COMMAND, force)
-    jobs = [functools.partial(_rows, name, dtypes, device, seeds, seconds) for name in _each(names, device)]
+    jobs = [functools.partial(rows_of, name, dtypes, device, seeds, seconds) for name in _each(names, device)]
     rows: list[Row] = progress.run_with_bar("checking layers", jobs)
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=2))
     else:
-        _show(rows)
+        show(rows)
     if record:
         with user_errors():
             provenance.record(
@@ -81,8 +81,8 @@ def verdicts(name: str, dtypes: list[str], device: str, seeds: int) -> Iterator[
     yield from check_layer(adapters.named(name), chosen, device, seeds)
 
 
-def _rows(name: str, dtypes: list[str], device: str, seeds: int, seconds: int) -> Iterator[Row]:
-    """A row for each verdict; if the process ends early, one that says how."""
+def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int) -> Iterator[Row]:
+    """Yield a row for each verdict; if the process ends early, one that says how."""
     from moeblaze_ref.verify.layers.isolated import isolated
 
     try:
@@ -104,7 +104,8 @@ def _failed(name: str, problem: str) -> Row:
     return Row(name, None, False, "", None, None, problem)
 
 
-def _show(rows: list[Row]) -> None:
+def show(rows: list[Row]) -> None:
+    """Print a table of the verdicts, then what is wrong."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("layer", "dtype", "verdict", "largest error / bound", "same bits"):
         table.add_column(heading, justify="right" if "/" in heading else "left", no_wrap=heading == "layer")

@@ -44,6 +44,9 @@ class Device(Clock, Protocol):
     def peak_bytes(self, work: Callable[[], Any]) -> int:
         """The most bytes that ``work`` allocates at one time, over what was allocated before it."""
 
+    def left_bytes(self, work: Callable[[], Any]) -> int:
+        """The bytes that live on with the result of ``work``."""
+
     def captured(self, work: Callable[[], Any]) -> Callable[[], None]:
         """``work`` as a graph to be replayed, whose results stay allocated; raises NoGraph if it cannot be one."""
 
@@ -103,13 +106,19 @@ class Gpu:
 
     def peak_bytes(self, work: Callable[[], Any]) -> int:
         """The most bytes that ``work`` allocates at one time, over what was allocated before it."""
-        gc.collect()  # or work might free what others left
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        before = _settled_bytes()
         torch.cuda.reset_peak_memory_stats()
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+
+    def left_bytes(self, work: Callable[[], Any]) -> int:
+        """The bytes that live on with the result of ``work``, by torch's allocator."""
+        before = _settled_bytes()
+        result = work()
+        left = _settled_bytes() - before
+        del result
+        return left
 
     def captured(self, work: Callable[[], Any]) -> Callable[[], None]:
         """``work`` as a CUDA graph, to be replayed; its results stay allocated as long as the graph.
@@ -144,3 +153,10 @@ class Gpu:
         clocks = provenance.clocks()
         torch.cuda.synchronize()
         return clocks
+
+
+def _settled_bytes() -> int:
+    """The allocated bytes, when nothing is left to be freed or done."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()

@@ -1,0 +1,86 @@
+"""``moeblaze league``: MoE layers of several projects beside each other, by the same measures."""
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from moeblaze_ref.cli import check_layer
+from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, print_error, stdout, to_file, user_errors
+from moeblaze_ref.core import checks, provenance
+from moeblaze_ref.core.config import PRESETS
+
+COMMAND = "league"
+DTYPE = "bfloat16"  # of every layer
+MIB = 2**20
+
+
+def league(
+    layer: Annotated[
+        list[str] | None, typer.Option(help="Only this layer, as check --layer names it; repeatable.")
+    ] = None,
+    preset: Presets = None,
+    tokens: Tokens = None,
+    repetitions: Annotated[int, typer.Option(help="How often a run times each layer; there are two runs.", min=1)] = 9,
+    seeds: Annotated[int, typer.Option(help="Times that each case of a check has other numbers.", min=1)] = 1,
+    timeout: Annotated[int, typer.Option(help="Seconds until a check, or the times of a shape, are given up.")] = 600,
+    jobs: Annotated[int, typer.Option(help="Checks that run at a time.", min=1)] = 4,
+    record: Annotated[Path | None, to_file("--record", help="Also write a record here.")] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check the MoE layers of several projects on a GPU, and time them beside each other, interleaved."""
+    from moeblaze_ref.bench import league as rules
+
+    with user_errors():
+        shapes = [checks.check_name("preset", name, PRESETS) for name in _each(preset)] or list(rules.SHAPES)
+        if record:
+            provenance.check_place(record, COMMAND, force)
+    names = layer or list(rules.LAYERS)
+    verdicts = _verdicts(names, seeds, timeout, jobs)
+    able = [name for name in names if any(row.layer == name and row.dtype for row in verdicts)]
+    times = [row for shape in shapes for row in rules.timed(shape, able, repetitions, timeout, tokens)]
+    rows = rules.as_rows(times)
+    content: dict[str, Any] = {"checks": [row._asdict() for row in verdicts], "tokens": tokens, "times": rows}
+    if record:
+        with user_errors():
+            provenance.record(record, COMMAND, content, force)
+    if as_json:
+        print(json.dumps(content, indent=2))
+    else:
+        check_layer.show(verdicts)
+        _show(rows)
+
+
+def _each(preset: Iterable[str] | None) -> list[str]:
+    return [name for given in preset or () for name in given.split(",")]
+
+
+def _verdicts(names: list[str], seeds: int, seconds: int, jobs: int) -> list[check_layer.Row]:
+    """The verdicts on all layers, each in a process of its own."""
+
+    def of(name: str) -> list[check_layer.Row]:
+        return list(check_layer.rows_of(name, [DTYPE], "cuda", seeds, seconds))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return [row for rows in pool.map(of, names) for row in rows]
+
+
+def _show(times: list[dict[str, Any]]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("shape", "layer", "step ms", "kept MiB", "peak MiB"):
+        table.add_column(heading, justify="left" if heading in ("shape", "layer") else "right", no_wrap=True)
+    for row in times:
+        if row["problem"]:
+            continue
+        step = f"{max(row['step_ms']):.2f}"
+        kept, peak = (f"{row[name] / MIB:,.0f}" for name in ("kept_bytes", "peak_bytes"))
+        table.add_row(row["preset"], row["layer"], step, kept, peak)
+    stdout().print(table)
+    for row in times:
+        if row["problem"]:
+            print_error(f"{row['preset']}, {row['layer']}: {row['problem']}")

@@ -1,0 +1,76 @@
+"""The league without a GPU: on a device with made-up time, and with processes that end too early."""
+
+import os
+
+import pytest
+import torch
+from pretended import LEFT, PEAK, PretendedDevice
+from typer.testing import CliRunner
+
+from moeblaze_ref.bench import league
+from moeblaze_ref.cli.app import app
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.routers import Router
+from moeblaze_ref.verify.layers import adapters, reference
+from moeblaze_ref.verify.layers.reference import Spec
+
+TINY = MoEConfig(L=37, d=16, h=24, E=5, k=2, dtype="float32")
+BYTES = 4 * TINY.L * TINY.d  # of x
+HERE = ("torch/experts", "torch/grouped_mm", "moeblaze_ref/minimal", "moeblaze_ref/experts/linear")
+
+
+def events(*layers):
+    return list(league._measured("tiny", TINY, layers, 3, PretendedDevice()))
+
+
+def test_each_layer_has_two_medians_and_its_bytes():
+    found = events(*HERE)
+    assert found[: len(HERE)] == list(HERE)
+    rows = found[len(HERE) :]
+    assert [row.layer for row in rows] == list(HERE)
+    for row in rows:
+        assert (row.preset, row.problem) == ("tiny", "")
+        assert len(row.step_ms) == 2 and min(row.step_ms) > 0
+        assert (row.kept_bytes, row.peak_bytes) == (LEFT - BYTES, PEAK + 2 * BYTES)
+
+
+def test_a_layer_that_cannot_run_is_named_and_the_others_are_timed():
+    found = events("liger/experts", "torch/experts")
+    (failed, right) = [event for event in found if isinstance(event, league.Timed)]
+    assert failed.layer == "liger/experts" and not failed.step_ms
+    assert failed.problem.startswith("ImportError: liger cannot be imported") and "pip install" in failed.problem
+    assert right.layer == "torch/experts" and right.step_ms
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_every_layer_has_the_same_numbers(name):
+    scene = league.Scene.make(TINY, PretendedDevice())
+    step = scene.step_of(adapters.named(name))
+    spec = Spec(TINY.k, Router(renormalize=name == "moeblaze_ref/minimal"), "swiglu", "output")
+    for number, x in enumerate(scene.tokens):
+        inputs = scene.weights | {"x": x.detach()}
+        wanted = reference.layer(spec, inputs, reference.route(spec, inputs).topk_experts)
+        torch.testing.assert_close(step.forward(number), wanted, rtol=1e-4, atol=1e-5)
+    gradients = step()
+    assert len(gradients) == 1 + len(step.leaves) and all(bool(gradient.any()) for gradient in gradients)
+
+
+def ends_at_b(preset, layers, repetitions, tokens):
+    for name in layers:
+        yield name
+        if name == "b":
+            os.abort()
+    for name in layers:
+        yield league.Timed(name, preset, (1.0, 2.0), 3, 4)
+
+
+def test_a_process_that_ends_costs_the_layer_that_ran_its_first_step(monkeypatch):
+    monkeypatch.setattr(league, "measured", ends_at_b)
+    a, b, c = league.timed("conf1", ("a", "b", "c"), 3, seconds=60)
+    assert (a.step_ms, c.step_ms) == ((1.0, 2.0), (1.0, 2.0))
+    assert b.problem == "its process ended, killed by SIGABRT" and not b.step_ms
+
+
+def test_the_command_names_what_it_does_not_know():
+    found = CliRunner().invoke(app, ["league", "--preset", "conf9"])
+    assert found.exit_code == 2 and "conf9" in found.output
