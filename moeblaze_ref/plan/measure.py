@@ -4,10 +4,7 @@ Each case is a model cut to a few layers of full width. Its kept storages are co
 with those of torch's allocator, in a process of its own.
 """
 
-import argparse
 import gc
-import json
-import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moeblaze_ref.core import provenance, records, source_hashes
+from moeblaze_ref.core import source_hashes
 from moeblaze_ref.nn import replace_moe_blocks, system
-from moeblaze_ref.plan import configs
+from moeblaze_ref.plan import configs, recorded
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.run import Run, Stage
 from moeblaze_ref.plan.timeline import PHASES
@@ -147,28 +144,7 @@ def _most() -> int:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description="Measure models on a GPU, and write what they need beside their plans."
-    )
-    parser.add_argument("--record", required=True, help="write the record here")
-    parser.add_argument("--force", action="store_true", help="replace a file there that is no record")
-    given = parser.parse_args()
-    try:
-        record = records.file_named(given.record)
-        provenance.check_place(record, COMMAND, given.force)
-        provenance.record(record, COMMAND, {"rows": measure_all()}, given.force, PARTS)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
-def measure_all() -> list[dict[str, Any]]:
-    """Measure each case in a process of its own, and print its rows."""
-    rows: list[dict[str, Any]] = []
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        for case in CASES:
-            rows += pool.apply(measure, (case,))
-            print(*map(json.dumps, rows[-len(SEQUENCES) :]), sep="\n", flush=True)
-    return rows
+    recorded.run(COMMAND, "Measure models on a GPU beside their plans.", measure, CASES, PARTS)
 
 
 if __name__ == "__main__":
