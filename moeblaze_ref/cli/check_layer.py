@@ -26,6 +26,7 @@ class Row(NamedTuple):
     bug_class: str  #: nothing if the layer is right
     largest_error: float | None  #: in units of its bound; None if it is infinite, or nothing was computed
     deterministic: bool | None  #: the same bits in two runs
+    graphs: bool  #: a CUDA graph held a step
     first_problem: str
 
 
@@ -97,22 +98,22 @@ def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int)
 def _row_of(name: str, verdict: Any) -> Row:
     units = verdict.units if verdict.units < float("inf") else None
     first = "" if verdict.ok else str(verdict).partition("\n")[2]
-    return Row(name, verdict.dtype, verdict.ok, verdict.bug_class, units, verdict.deterministic, first)
+    return Row(name, verdict.dtype, verdict.ok, verdict.bug_class, units, verdict.deterministic, verdict.graphs, first)
 
 
 def _failed(name: str, problem: str) -> Row:
-    return Row(name, None, False, "", None, None, problem)
+    return Row(name, None, False, "", None, None, False, problem)
 
 
 def show(rows: list[Row]) -> None:
     """Print a table of the verdicts, then what is wrong."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("layer", "dtype", "verdict", "largest error / bound", "same bits"):
+    for heading in ("layer", "dtype", "verdict", "largest error / bound", "same bits", "CUDA graph"):
         table.add_column(heading, justify="right" if "/" in heading else "left", no_wrap=heading == "layer")
     for row in rows:
         error = "" if row.largest_error is None else f"{row.largest_error:.3g}"
         same = "" if row.deterministic is None else ("yes" if row.deterministic else "no")
-        table.add_row(row.layer, row.dtype or "", _verdict(row), error, same)
+        table.add_row(row.layer, row.dtype or "", _verdict(row), error, same, "yes" if row.graphs else "")
     stdout().print(table)
     for row in rows:
         if row.dtype is None:

@@ -1,5 +1,7 @@
 """The parameters of an MoE layer as a torch module, whichever way it computes."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from moeblaze_ref.nn.shared_expert import SharedExpert
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor]  # wg, w1, w2, w3
 
 
-def either(dtypes: tuple[torch.dtype, ...]) -> str:
+def either(dtypes: Iterable[torch.dtype]) -> str:
     """The dtypes, for a message."""
     return " or ".join(map(str, dtypes))
 

@@ -2,15 +2,17 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from mutants import MUTANTS
 
 from moeblaze_ref.verify.layers import cases, diagnosis
-from moeblaze_ref.verify.layers.adapter import Adapter
+from moeblaze_ref.verify.layers.adapter import Adapter, make
 from moeblaze_ref.verify.layers.adapters import factories, plain
-from moeblaze_ref.verify.layers.check import UNKNOWN, check_layer
+from moeblaze_ref.verify.layers.adapters.plain import PlainExperts
+from moeblaze_ref.verify.layers.check import PROBE, UNKNOWN, check_layer
 from moeblaze_ref.verify.layers.reference import differentiated, layer
 
 FACTORIES = factories()
@@ -30,18 +32,26 @@ def verdict_on(factory, dtype=torch.float32):
     return verdict
 
 
+def dtypes_of(name):
+    return make(FACTORIES[name], PROBE, torch.float32, "cpu").dtypes
+
+
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_right_layer_is_called_right(name):
-    verdict = verdict_on(FACTORIES[name])
+    verdict = verdict_on(FACTORIES[name], dtypes_of(name)[0])
     assert verdict.ok, str(verdict)
     assert verdict.bug_class == "" and 0 < verdict.units < 1
 
 
-NARROW = [name for name in FACTORIES if name.startswith(("torch/", "moeblaze_ref/experts/"))]
+NARROW = [
+    (name, dtype)
+    for name in FACTORIES
+    if name.startswith(("torch/", "moeblaze_ref/experts/"))
+    for dtype in dtypes_of(name)[1:]
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize(("name", "dtype"), NARROW, ids=str)
 def test_a_right_layer_is_called_right_in_few_bits(name, dtype):
     verdict = verdict_on(FACTORIES[name], dtype)
     assert verdict.ok, str(verdict)
@@ -254,6 +264,41 @@ def test_an_adapter_that_does_not_fit(changes, message):
     with pytest.raises(ValueError) as raised:
         list(check_layer(made(**changes)))
     assert message in str(raised.value)
+
+
+class WrongIfCompiled(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        out = super().forward(x, topk_index, topk_weights)
+        return 2 * out if torch.compiler.is_compiling() else out
+
+
+def test_a_layer_that_is_wrong_under_torch_compile_alone():
+    verdict = verdict_on(partial(plain.experts, kind=WrongIfCompiled))
+    assert not verdict.ok and verdict.bug_class == UNKNOWN
+    assert {finding.way for finding in verdict.findings if not finding.ok} == {"torch.compile"}
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_layer_that_refuses_torch_compile(compiles):
+    def factory(**sizes):
+        made = plain.experts(**sizes)
+        run = made.module.forward
+
+        def refusing(*given):
+            assert not torch.compiler.is_compiling(), "not under torch.compile"
+            return run(*given)
+
+        made.module.forward = refusing
+        return replace(made, compiles=compiles)
+
+    verdict = verdict_on(factory)
+    assert verdict.ok is not compiles
+    assert ("torch.compile" in str(verdict)) is compiles
+
+
+def test_a_dtype_that_the_layer_does_not_take():
+    with pytest.raises(ValueError, match=r"the layer computes in .*bfloat16, not in .*float16"):
+        verdict_on(FACTORIES["torch/grouped_mm"], torch.float16)
 
 
 def test_a_factory_that_makes_no_adapter():

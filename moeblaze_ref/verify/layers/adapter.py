@@ -67,6 +67,10 @@ class Adapter:
         What the layer computes in.
     deterministic : bool
         The layer claims the same bits in each run; otherwise differences are reported and are no fault.
+    compiles : bool
+        The layer runs under ``torch.compile``; False of one that refuses.
+    graphs : bool
+        The layer claims that a CUDA graph can hold its step; otherwise it is reported whether one can.
     """
 
     module: Callable[..., Any]
@@ -82,6 +86,8 @@ class Adapter:
     multiple: int = 1
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     deterministic: bool = False
+    compiles: bool = True
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.activation, str) and self.activation not in ACTIVATIONS:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.verify.layers import adapter as adapters
 from moeblaze_ref.verify.layers import cases, diagnosis, ways
 from moeblaze_ref.verify.layers.adapter import Adapter, Factory, Sizes
@@ -57,6 +58,11 @@ class Verdict(NamedTuple):
         )
 
     @property
+    def graphs(self) -> bool:
+        """Whether a CUDA graph held the layer's step; on a CPU none does."""
+        return any(finding.way == ways.GRAPH and not finding.raised for finding in self.findings)
+
+    @property
     def units(self) -> float:
         """The largest error in units of its bound."""
         return max(finding.units for finding in self.findings)
@@ -98,11 +104,14 @@ def check_layer(
     TypeError
         If the factory returns no adapter.
     ValueError
-        If the adapter's weights do not fit its layouts.
+        If the adapter's weights do not fit its layouts, or it does not compute in a dtype.
     """
     adapter = adapters.make(factory, PROBE, torch.float32, device)
     adapter.places(PROBE)
-    for dtype in dtypes or adapter.dtypes:
+    chosen = tuple(dtypes or adapter.dtypes)
+    if refused := set(chosen) - set(adapter.dtypes):
+        raise ValueError(f"the layer computes in {either(adapter.dtypes)}, not in {either(refused)}")
+    for dtype in chosen:
         yield _Check(factory, adapter, dtype, device).verdict(seeds)
 
 

@@ -74,9 +74,15 @@ class CheckedLayer(NamedTuple):
 
     def gradients(self, out: Tensor, d_out: Tensor, inputs: Inputs, retain_graph: bool = False) -> Results:
         """Return the gradient of each input and weight that wants one, by autograd."""
+        return self.by_role(self.raw_gradients(out, d_out, inputs, retain_graph), inputs)
+
+    def raw_gradients(
+        self, out: Tensor, d_out: Tensor, inputs: Inputs, retain_graph: bool = False
+    ) -> dict[str, Tensor | None]:
+        """The same as they are: by the names of parameters, on the device; None where autograd has none."""
         wanted = self.wanted(inputs)
         found = torch.autograd.grad(out, list(wanted.values()), d_out, retain_graph, allow_unused=True)
-        return self.by_role(dict(zip(wanted, found, strict=True)), inputs)
+        return dict(zip(wanted, found, strict=True))
 
     def by_role(self, gradients: Mapping[str, Tensor | None], inputs: Inputs) -> Results:
         """Return gradients of parameters by role; None is a gradient of zeros."""

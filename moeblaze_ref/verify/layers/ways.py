@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from moeblaze_ref.runtime.torch_capture import capture
 from moeblaze_ref.verify.layers import cases
 from moeblaze_ref.verify.layers.cases import Pattern
 from moeblaze_ref.verify.layers.layer import CheckedLayer, Inputs
@@ -23,6 +24,7 @@ class Found(NamedTuple):
     dtype: torch.dtype | None = None  #: in which it was computed, if not in the layer's
 
 
+GRAPH = "a replayed CUDA graph"
 Way = Callable[[CheckedLayer, Pattern, int], Iterator[Found]]
 
 
@@ -188,6 +190,57 @@ def _poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def compiled(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """Under ``torch.compile``, which on a CPU generates no code."""
+    if not layer.adapter.compiles:
+        return
+    torch.compiler.reset()
+    forward = torch.compile(layer.forward, backend="aot_eager" if layer.device == "cpu" else "inductor")
+    case = _make(layer, pattern, seed)
+    inputs = layer.load(case)
+    out = forward(inputs)
+    yield Found(case, in_float64({"out": out}) | layer.gradients(out, layer.d_out(case), inputs))
+
+
+def replayed(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """A CUDA graph of a step, replayed with other tokens and another routing; a layer need not allow one."""
+    if layer.device == "cpu":
+        return
+    first, other = (_make(layer, pattern, seed, step) for step in (0, 1))
+    inputs, d_out = layer.load(first), layer.d_out(first)
+
+    def step() -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+        out = layer.forward(inputs)
+        return out, layer.raw_gradients(out, d_out, inputs)
+
+    _on_a_side_stream(step)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with capture(graph):
+            out, gradients = step()
+    except Exception:
+        if layer.adapter.graphs:
+            raise
+        return
+    new = layer.load(other)  # writes the weights, too
+    with torch.no_grad():
+        for tensor, values in zip(inputs.arguments(), new.arguments(), strict=True):
+            tensor.copy_(values)
+        d_out.copy_(layer.d_out(other))
+    graph.replay()
+    yield Found(other, in_float64({"out": out}) | layer.by_role(gradients, inputs))
+
+
+def _on_a_side_stream(work: Callable[[], object]) -> None:
+    """Run it as often as torch advises before a capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
 #: each on one pattern; what it is called in a verdict
 WAYS: dict[str, Way] = {
     "a second step of the same shape": second_step,
@@ -203,4 +256,6 @@ WAYS: dict[str, Way] = {
     "an expanded x": expanded,
     "memory full of NaN": poisoned,
     "autocast": autocast,
+    "torch.compile": compiled,
+    GRAPH: replayed,
 }

@@ -11,6 +11,7 @@ from moeblaze_ref.verify.layers.adapter import Adapter, Factory
 
 LAYOUTS = {"wg": "router: d E", "w1": "gate: E d h", "w2": "up: E d h", "w3": "down: E h d"}
 ALIGNED = 8  #: elements of 16 bytes
+DTYPES = (torch.bfloat16,)  #: in others torch.compile refuses torch's grouped_mm
 
 
 def moe(name: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str) -> Adapter:
@@ -18,7 +19,7 @@ def moe(name: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device
     parameters = RoutedExperts(d, h, E, k, "swiglu", device=device, dtype=dtype)
     run = torch_grouped.build(name, parameters)
     tensors = dict(parameters.named_parameters())
-    return Adapter(run, LAYOUTS, Router(), tensors=tensors, multiple=ALIGNED)
+    return Adapter(run, LAYOUTS, Router(), tensors=tensors, multiple=ALIGNED, dtypes=DTYPES)
 
 
 def factories() -> dict[str, Factory]:
