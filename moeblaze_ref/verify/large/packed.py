@@ -15,6 +15,7 @@ from moeblaze_ref.verify.large.cases import Case, dispatch_of, exactly, last_blo
 from moeblaze_ref.verify.large.corners import many_terms
 from moeblaze_ref.verify.large.experts import HiddenGradients, Up, tall, wide_hidden
 from moeblaze_ref.verify.large.layout import MANY_BLOCKS, Layout
+from moeblaze_ref.verify.packed import joined
 
 VERSIONS = ("2_tiled", "3_mma", gemm.HOPPER)
 G = 2  # projections
@@ -41,7 +42,7 @@ def cases() -> list[Case]:
 def _both(stored: layouts.Layout, columns: slice, a: np.ndarray, b: np.ndarray, h: int) -> list:
     """Columns of ab, with those columns of a and of b; of gate_up, with those of w1 and w2."""
     if stored.interleaved:
-        return [(slice(G * columns.start, G * columns.stop), np.stack([a, b], axis=2).reshape(len(a), -1))]
+        return [(slice(G * columns.start, G * columns.stop), joined(a, b, stored))]
     return [(columns, a), (slice(h + columns.start, h + columns.stop), b)]
 
 
