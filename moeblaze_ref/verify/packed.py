@@ -105,9 +105,7 @@ def _layer(x: Array, gate_up: Array, down: Array, activation: str, *where) -> tu
     return weights, raw_layer.packed_stages_for(x, weights, activation, *where)
 
 
-_FUNCTIONS = SimpleNamespace(
-    project=_project, hidden_gradients=_hidden_gradients, forward=_forward, backward=_backward
-)
+_FUNCTIONS = SimpleNamespace(project=_project, hidden_gradients=_hidden_gradients, forward=_forward, backward=_backward)
 
 
 # ---- the same of separate arrays ----

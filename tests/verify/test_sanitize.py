@@ -82,9 +82,7 @@ def test_no_kernel_is_left_out(monkeypatch):
     constants = {"Scalar": "float"}
     files = {path.relative_to(kernels_dir()).as_posix(): path.read_text() for path in kernels_dir().glob("*/*.cu")}
     assert witness.launched == {
-        (file, kernel)
-        for file, text in files.items()
-        for kernel in Declarations.read(text, constants).kernels
+        (file, kernel) for file, text in files.items() for kernel in Declarations.read(text, constants).kernels
     }
 
 
