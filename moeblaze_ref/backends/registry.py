@@ -128,6 +128,10 @@ class OpenStage(SimpleNamespace):
         functions = {name: one for name, one in vars(module).items() if isfunction(one) and not name.startswith("_")}
         super().__init__(**{name: partial(self._call, function) for name, function in functions.items()})
 
+    def with_functions(self, module: Any) -> "OpenStage":
+        """Open the functions of another module, in the same surroundings and with the same options."""
+        return OpenStage(module, self._context, self._to_backend, self._to_numpy, self._options)
+
     def begin_step(self):
         """Let the arrays of the calls from here on overwrite those of the step before, in the memory where they lay."""
         if self._memory is None:

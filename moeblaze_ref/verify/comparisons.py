@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from moeblaze_ref.backends.numpy_ref import activation as reference_activation
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import block_sparse, expert_down, gemm
+from moeblaze_ref.core.layouts import Layout
 from moeblaze_ref.core.structures import EMPTY, Array, CapacityBins, Dispatch
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.systems import SYSTEMS, system
@@ -47,6 +48,7 @@ from moeblaze_ref.verify.cases import (
     whole_block_cases,
     wide_block_cases,
 )
+from moeblaze_ref.verify.packed import PackedLayer
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
@@ -493,6 +495,11 @@ def _run_experts(stage: Any, case: Case, *options: Any) -> Results:
     out, saved = stage.forward(case.x, w1, w2, w3, dispatch_of(case), gates, case.activation, *options)
     found = stage.backward(case.d_out, saved, w1, w2, w3)
     return {"forward": {"out": out}, "backward": _present(**found._asdict())}
+
+
+def run_packed(stage: Any, case: Case, layout: Layout) -> Results:
+    """The output and every gradient of the same experts, whose weights lie as a model stores them."""
+    return _run_experts(PackedLayer(stage, layout), case, case.policy)
 
 
 def expect_experts(case: Case, dtype: torch.dtype, mask: Tensor | None = None) -> Results:

@@ -23,8 +23,10 @@ from moeblaze_ref.backends.numpy_ref import block_sparse as reference_sparse
 from moeblaze_ref.backends.numpy_ref.capacity import fill
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.core.layouts import LAYOUTS, Layout
 from moeblaze_ref.core.structures import Dispatch, PaddedBins, Topology
 from moeblaze_ref.systems import capacity
+from moeblaze_ref.verify.packed import PackedStage
 
 
 class Sizes(NamedTuple):
@@ -255,6 +257,14 @@ def _gate_gradient_of_combine(stage, cast, sizes) -> Found:
     return d_gates, d_out.T[..., None] * y[:, rows]
 
 
+# ---- of weights as models store them ----------------------------------------------------------------
+
+
+def _of_layout(stage, cast, sizes, layout: Layout, run: Callable[..., Found]) -> Found:
+    """Run what `run` does, by the kernels of a layout."""
+    return run(PackedStage(stage, layout), cast, sizes)
+
+
 # ---- block-sparse products -----------------------------------------------------------------------
 
 
@@ -338,6 +348,12 @@ class Sum:
     sizes: tuple[Sizes, ...]  #: the check runs all of them
     backends: tuple[str, ...]
     versions: tuple[str, ...] | None = None  #: of raw CUDA; default: all
+    kernels: str = ""  #: the folder of its kernels, if that is not the stage's
+
+    @property
+    def folder(self) -> str:
+        """The folder of the kernels that state the order."""
+        return self.kernels or self.stage
 
     @property
     def shape(self) -> str:
@@ -357,6 +373,19 @@ class Sum:
 
 
 ALL = ("numpy", "numba", *KERNELS)
+
+
+def _sums_of_layout(layout: Layout) -> tuple[Sum, ...]:
+    """The sums of the kernels for weights of a layout."""
+    of = partial(partial, _of_layout, layout=layout)
+    where = PRODUCT, KERNELS, ("2_tiled",), "packed"
+    return (
+        Sum("expert_up", f"ab of {layout.name}", "depth", of(run=_up_products), *where),
+        Sum("expert_down", f"d_ab of {layout.name}", "columns", of(run=_hidden_gradients), *where),
+        Sum("expert_down", f"d_gates of {layout.name}", "depth, tile by tile", of(run=_gate_gradient_by_tile), *where),
+    )
+
+
 SUMS = (
     Sum("combine", "out", "slots", _combine, TOKENS, ALL),
     Sum("combine", "d_gates", "columns", _gate_gradient_of_combine, TOKENS, KERNELS),
@@ -374,6 +403,7 @@ SUMS = (
     Sum("expert_down", "d_gates", "depth", _gate_gradient, PRODUCT, KERNELS, ("1_naive",)),
     Sum("expert_down", "d_gates", "depth, tile by tile", _gate_gradient_by_tile, PRODUCT, KERNELS, ("2_tiled",)),
     Sum("expert_down", "d_w3", "rows", partial(_weight_gradient, axes="eji"), PRODUCT, *ONE_BY_ONE),
+    *(one for layout in LAYOUTS.values() for one in _sums_of_layout(layout)),
     Sum("block_sparse", "out", "slots", partial(_scatter, weighted=True), TOKENS, ALL),
     Sum("block_sparse", "d_x", "slots", partial(_scatter, weighted=False), TOKENS, ALL),
     Sum("block_sparse", "sdd", "depth", partial(_sdd, transpose_rhs=False), SPARSE, *ONE_BY_ONE),

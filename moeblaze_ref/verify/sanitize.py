@@ -9,14 +9,16 @@ import itertools
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.backends.raw_cuda import combine, expert_down, gemm
+from moeblaze_ref.backends.raw_cuda import combine, expert_down, gemm, packed
 from moeblaze_ref.backends.registry import BACKENDS, OpenStage, refusal
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.layouts import LAYOUTS, Layout
 from moeblaze_ref.runtime import Executor
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case, make_case, random_topk
@@ -65,7 +67,22 @@ def run_every_kernel(executor: Executor):
         for stage in ("expert_up", "expert_down", "block_sparse"):  # blocks that take more than one tile
             case = comparisons.overflowing(stage, executor.multiprocessors)[-1]
             comparisons.RUN[stage](opened(stage, gemm.HOPPER), case.astype("bfloat16"))
+    for version, layout, case in packed_runs(executor):
+        comparisons.run_packed(opened("expert_up", version), case, layout)
     _run_lessons(executor)
+
+
+def packed_runs(executor: Executor) -> Iterator[tuple[str, Layout, Case]]:
+    """Every run of the experts whose weights lie as a model stores them: the version, the layout, and the case."""
+    for version, dtypes in packed.VERSIONS.items():
+        if refusal(executor, "packed", version):
+            continue
+        chosen = [case.astype(dtype) for case, dtype in itertools.product(cases(), dtypes)]
+        if version == gemm.HOPPER:  # blocks that take more than one tile
+            chosen += [case.astype("bfloat16") for case in comparisons.overflowing("packed", executor.multiprocessors)]
+        for case, layout in itertools.product(chosen, LAYOUTS.values()):
+            if is_gated(case.activation) or not layout.interleaved:
+                yield version, layout, case
 
 
 def _run_lessons(executor: Executor):

@@ -20,6 +20,7 @@ from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.verify.cases import make_case, relative_error
+from moeblaze_ref.verify.packed import stored
 
 NAMES = ("out", "d_x", "d_gate_up", "d_down", "d_gates")
 CELLS = [(layout, "swiglu") for layout in LAYOUTS.values()] + [(LAYOUTS["linear"], "silu"), (LAYOUTS["matmul"], "silu")]
@@ -32,13 +33,6 @@ TYPED = [
     for cell in cells
 ]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
-
-
-def stored(w1, w2, w3, layout):
-    """gate_up and down, as a layout stores them."""
-    up = [w for w in (w1, w2) if w is not None]
-    gate_up = np.stack(up, 3).reshape(*w1.shape[:2], -1) if layout.interleaved else np.concatenate(up, 2)
-    return [np.ascontiguousarray(w.swapaxes(1, 2) if layout.transposed else w) for w in (gate_up, w3)]
 
 
 def run_layer(stages, weights, case):

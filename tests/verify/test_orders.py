@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from planted import plant, with_fault
-from unchecked import UNCHECKED
 
 from moeblaze_ref.backends.numba_cuda import block_sparse as numba_block_sparse
 from moeblaze_ref.backends.numba_cuda import combine as numba_combine
@@ -20,6 +19,7 @@ from moeblaze_ref.backends.numba_cuda import expert_up as numba_expert_up
 from moeblaze_ref.backends.raw_cuda import expert_down, gemm, tiles
 from moeblaze_ref.backends.raw_cuda.tiles import WARP
 from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.runtime.simt.executor import SimtModule
 from moeblaze_ref.runtime.source import inlined
@@ -129,11 +129,13 @@ class Loop(NamedTuple):
             yield Fault(what, self.stage, self.version, self.file, right, wrong, self.fails)
 
 
+PACKED = {"ab": "depth", "d_ab": "columns", "d_gates": "depth, tile by tile"}
 OUT, D_X = ("out by slots",), ("d_x by slots",)
 SDD = ("sdd by depth", "sdd of D^T by depth")
 DDS = ("dds by rows", "dds of D^T by rows")
 DSD = ("dsd by depth", "dsd of D^T by depth", "dsd of S^T by rows", "dsd of S^T, D^T by rows")
 UP, DOWN, NAIVE, TILED = "expert_up", "expert_down", "1_naive", "2_tiled"
+OF_LAYOUTS = {name: tuple(f"{name} of {layout} by {order}" for layout in LAYOUTS) for name, order in PACKED.items()}
 SLOTS_IN_GROUPS = {"counter": "first", "end": "k", "step": "IN_FLIGHT"}
 DEPTH_IN_TILES = {"counter": "first", "end": "depth", "step": "TILE_DEPTH"}
 OF_UP_TILES = ("a, b by depth", "d_x by depth, w1 before w2", "d_w1 by rows")
@@ -158,6 +160,12 @@ LOOPS = [
     Loop(DOWN, TILED, "expert_down/gates.cu", ("d_gates by depth, tile by tile",), "term", "terms"),
     Loop(DOWN, TILED, "expert_down/2_tiled.cu", ("d_gates by depth, tile by tile",), "column", "TILE"),
     Loop(DOWN, TILED, "expert_down/2_tiled.cu", OF_DOWN_TILES, **DEPTH_IN_TILES),
+    Loop(UP, TILED, "packed/2_tiled.cu", OF_LAYOUTS["ab"], **DEPTH_IN_TILES),
+    Loop(UP, TILED, "packed/2_tiled.cu", OF_LAYOUTS["ab"], "p", "TILE_DEPTH"),
+    Loop(DOWN, TILED, "packed/2_tiled.cu", OF_LAYOUTS["d_ab"], **DEPTH_IN_TILES),
+    Loop(DOWN, TILED, "packed/2_tiled.cu", OF_LAYOUTS["d_ab"], "p", "TILE_DEPTH"),
+    Loop(DOWN, TILED, "packed/2_tiled.cu", OF_LAYOUTS["d_gates"], "column", "TILE"),
+    Loop(DOWN, TILED, "expert_down/gates.cu", OF_LAYOUTS["d_gates"], "term", "terms"),
     Loop("block_sparse", NAIVE, "block_sparse/1_naive.cu", SDD, "p", "K"),
     Loop("block_sparse", NAIVE, "block_sparse/1_naive.cu", DSD + DDS, "i", "blocks.count"),
     Loop("block_sparse", NAIVE, "block_sparse/1_naive.cu", DSD + DDS, "p", "BLOCK"),
@@ -231,8 +239,14 @@ OTHER_FAULTS = [
     ),
     Fault("w2 before w1", UP, TILED, "expert_up/2_tiled.cu", *ADDS_BOTH, ("d_x by depth, w1 before w2",)),
     *(
-        Fault("last tile of the depth reversed", stage, TILED, f"{stage}/2_tiled.cu", IN_TILE, IN_LAST_TILE, fails)
-        for stage, fails in ((UP, OF_UP_TILES), (DOWN, OF_DOWN_TILES), ("block_sparse", SDD + DSD + DDS))
+        Fault("last tile of the depth reversed", stage, TILED, f"{folder}/2_tiled.cu", IN_TILE, IN_LAST_TILE, fails)
+        for stage, folder, fails in (
+            (UP, UP, OF_UP_TILES),
+            (DOWN, DOWN, OF_DOWN_TILES),
+            (UP, "packed", OF_LAYOUTS["ab"]),
+            (DOWN, "packed", OF_LAYOUTS["d_ab"]),
+            ("block_sparse", "block_sparse", SDD + DSD + DDS),
+        )
     ),
     Fault(
         "blocks of dds alone reversed", *SPARSE_PLACE, OF_DDS.format("i"), OF_DDS.format("blocks.count - 1 - i"), DDS
@@ -391,7 +405,7 @@ ON_THE_EXECUTOR = [
 # Constants that cut no sum: threads, what is inside a tile, and switches.
 NO_TILES = {
     *("WARP", "THREADS", "CORNER", "NEIGHBOURS", "STAGES", "BAND", "WARP_ROWS", "WARP_COLUMNS"),
-    *("TRANSPOSE_LHS", "TRANSPOSE_RHS"),
+    *("TRANSPOSE_LHS", "TRANSPOSE_RHS", "STORE_PROJECTIONS", "STORE_Y_SWI"),
 }
 
 
@@ -508,11 +522,8 @@ DOCSTRING = re.compile(rf"{BY_NAME}|slots of a token in their order|ascending ex
 
 
 def files_that_state(pattern, folder, ending):
-    """Checked kernel files or modules, with what their texts say in one line."""
-    paths = {path for path in (ROOT / folder).rglob(f"*.{ending}")} - {
-        ROOT / "kernels_cuda" / file for file in UNCHECKED
-    }
-    texts = {path: " ".join(path.read_text().split()) for path in paths}
+    """Kernel files or modules, with what their texts say in one line."""
+    texts = {path: " ".join(path.read_text().split()) for path in (ROOT / folder).rglob(f"*.{ending}")}
     assert texts, folder
     return [path for path, text in texts.items() if pattern.search(text)]
 
@@ -535,10 +546,11 @@ def test_every_kernel_of_a_file_that_states_an_order_is_run(monkeypatch):
 
 def test_every_order_that_a_header_states_is_checked():
     files = files_that_state(HEADER, "kernels_cuda", "cu")
-    assert {path.parent.name for path in files} == {one.stage for one in orders.SUMS if "simt" in one.backends}
-    numbered = [path for path in files if path.stem in BACKENDS["simt"].versions(path.parent.name)]
-    assert {path.name for path in files} - {path.name for path in numbered} == {"gates.cu", "sum_rows.cu"}
-    assert all(orders.promises(path.parent.name, "simt", path.stem) for path in numbered)
+    promised = {(one.folder, version) for one, version in ON_THE_EXECUTOR}
+    assert {path.parent.name for path in files} == {folder for folder, _ in promised}
+    shared = [path for path in files if path.name in ("gates.cu", "sum_rows.cu")]
+    assert {path.name for path in shared} == {"gates.cu", "sum_rows.cu"}
+    assert {(path.parent.name, path.stem) for path in {*files} - {*shared}} <= promised
 
 
 @pytest.mark.parametrize("backend", HERE)

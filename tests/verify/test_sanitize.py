@@ -4,13 +4,16 @@ import functools
 from types import SimpleNamespace
 
 import pytest
+import torch
+from expert_stages import blocks_that_stay
+from planted import Quick, opened_raw
 from typer.testing import CliRunner
-from unchecked import UNCHECKED
 
-from moeblaze_ref.backends.raw_cuda import block_sparse
+from moeblaze_ref.backends.raw_cuda import block_sparse, packed
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER
 from moeblaze_ref.backends.registry import Status
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.declarations import Declarations
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
@@ -79,11 +82,40 @@ def test_no_kernel_is_left_out(monkeypatch):
     constants = {"Scalar": "float"}
     files = {path.relative_to(kernels_dir()).as_posix(): path.read_text() for path in kernels_dir().glob("*/*.cu")}
     assert witness.launched == {
-        (file, kernel)
-        for file, text in files.items()
-        for kernel in Declarations.read(text, constants).kernels
-        if file not in UNCHECKED
+        (file, kernel) for file, text in files.items() for kernel in Declarations.read(text, constants).kernels
     }
+
+
+PACKED_RUNS = list(sanitize.packed_runs(blocks_that_stay(2, seed=0)))
+
+
+def test_stored_weights_run_in_every_layout_version_and_dtype():
+    tall = many_tiles_case(2).shape
+    found = {(version, layout.name, str(case.x.dtype), case.activation) for version, layout, case in PACKED_RUNS}
+    cells = [*((name, "swiglu") for name in LAYOUTS), ("linear", "gelu"), ("matmul", "gelu")]
+    assert found == {
+        (version, layout, dtype, activation)
+        for version, dtypes in packed.VERSIONS.items()
+        for dtype in dtypes
+        for layout, activation in cells
+    }
+    assert {layout.name for version, layout, case in PACKED_RUNS if case.shape == tall} == {*LAYOUTS}
+
+
+@pytest.mark.parametrize(
+    ("version", "layout", "case"), PACKED_RUNS, ids=lambda one: getattr(one, "shape", getattr(one, "name", one))
+)
+def test_what_it_runs_of_stored_weights_is_right(version, layout, case):
+    """The results on the executor, within the check's bounds; two blocks stay, so that each has several tiles."""
+    executor, dtype = Quick(seed=1), str(case.x.dtype)
+    executor.multiprocessors = 2
+    found = comparisons.run_packed(opened_raw(packed, executor, version), case, layout)
+    exact, rounded = (comparisons.expect_experts(case, getattr(torch, name)) for name in ("float64", dtype))
+    assert {*found["backward"]} == {*exact["backward"]}
+    for way in exact:
+        precision = comparisons.precision("layer", version, dtype)
+        error, bound = comparisons.compare(found[way], exact[way], precision, rounded[way])
+        assert error <= bound, (way, error, bound)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):

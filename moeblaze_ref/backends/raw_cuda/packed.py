@@ -58,8 +58,9 @@ class Packed:
     ) -> tuple[Array | None, None, Array | None]:
         """Return ab (R, G h) and y_swi (R, h), those that ``stores`` names."""
         executor, version, (d, h) = self.executor, self.version, self.layout.widths(gate_up, self.gated)
-        dtype = gemm.check_version("packed", version, VERSIONS, x, ("x", x), d=d, h=h)
-        ab = executor.empty((dispatch.R, h * (1 + self.gated)), dtype) if "a" in stores else None
+        columns = h * (1 + self.gated)
+        dtype = gemm.check_version("packed", version, VERSIONS, x, ("x", x), d=d, h=h, **{"G h": columns})
+        ab = executor.empty((dispatch.R, columns), dtype) if "a" in stores else None
         y_swi = executor.empty((dispatch.R, h), dtype) if "y_swi" in stores else None
         if dispatch.R:
             tile = tiles.choose(executor, version, "expert_up", dispatch.R, dispatch.E, d, h)
@@ -93,7 +94,8 @@ class Packed:
     ) -> tuple[Array, None, Array, Array]:
         """Return d_ab (R, G h), gate * y_swi (R, h) and d_gates; y_swi is not read, as in `expert_down`."""
         executor, version, d, h = self.executor, self.version, d_out.shape[1], ab.shape[1] // (1 + self.gated)
-        dtype = gemm.check_version("packed", version, VERSIONS, ab, ("d_out", d_out), d=d, h=h)
+        widths = {"d": d, "h": h, "G h": ab.shape[1]}
+        dtype = gemm.check_version("packed", version, VERSIONS, ab, ("d_out", d_out), **widths)
         d_ab = ab if overwrite else executor.empty(ab.shape, dtype)
         gated_y = executor.empty((dispatch.R, h), dtype)
         tile = tiles.choose(executor, version, "d_hidden", dispatch.R, dispatch.E, d, h)

@@ -1,6 +1,7 @@
 """Large cases of the kernels of both projections."""
 
 import math
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -87,19 +88,37 @@ def weights(layout: Layout, depth: int, rows: int, columns: int, seed: int) -> n
     return (values(rows, columns, seed=seed) / math.sqrt(depth)).astype(values(1, dtype=layout.dtype).dtype)
 
 
-def _up(layout: Layout) -> Case:
-    d, h = layout.d, layout.h
-    rows, columns = layout.live_rows(), layout.live_columns(h, results=2)
-    width = columns.stop - columns.start
-    x = values(rows.stop - rows.start, d, dtype=layout.dtype)
-    w1, w2 = (weights(layout, d, d, width, seed) for seed in (1, 2))
-    a, b = (exactly(x) @ exactly(w) for w in (w1, w2))
-    given = rows_of_tokens(layout, rows) | {"x": last_tokens(x)}
-    given |= {name: of_last_expert(w, columns=columns) for name, w in (("w1", w1), ("w2", w2))}
-    outputs = {"a": a, "b": b, "y_swi": activation.forward(a, b, "swiglu")}
-    expected = {name: [(np.s_[rows, columns], array)] for name, array in outputs.items()}
+class Up(NamedTuple):
+    """The last block of the up-projection: what it reads of each tensor, and what it writes."""
 
-    launch = Launch("expert_up", layout.row_blocks(h, results=2), given, expected)
+    rows: slice
+    columns: slice
+    x: np.ndarray
+    w1: np.ndarray
+    w2: np.ndarray
+    outputs: dict[str, np.ndarray]  #: a, b and y_swi
+
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        """Return values for the last rows and columns."""
+        d, rows, columns = layout.d, layout.live_rows(), layout.live_columns(layout.h, results=2)
+        x = values(rows.stop - rows.start, d, dtype=layout.dtype)
+        w1, w2 = (weights(layout, d, d, columns.stop - columns.start, seed) for seed in (1, 2))
+        a, b = (exactly(x) @ exactly(w) for w in (w1, w2))
+        return cls(rows, columns, x, w1, w2, {"a": a, "b": b, "y_swi": activation.forward(a, b, "swiglu")})
+
+    def given(self, layout: Layout) -> dict[str, Parts]:
+        """Return the parts of what leads to the weights."""
+        return rows_of_tokens(layout, self.rows) | {"x": last_tokens(self.x)}
+
+
+def _up(layout: Layout) -> Case:
+    block = Up.of(layout)
+    given = block.given(layout)
+    given |= {name: of_last_expert(w, columns=block.columns) for name, w in (("w1", block.w1), ("w2", block.w2))}
+    expected = {name: [(np.s_[block.rows, block.columns], array)] for name, array in block.outputs.items()}
+
+    launch = Launch("expert_up", layout.row_blocks(layout.h, results=2), given, expected)
     return _case(layout, "expert_up", "L d, R h, d h", launch, expert_up.forward, activation="swiglu")
 
 
@@ -138,28 +157,56 @@ def down(layout: Layout) -> Case:
     return _case(layout, "expert_down", "R h, R d, h d", launch, expert_down.forward)
 
 
-def d_hidden(layout: Layout) -> Case:
-    d, h = layout.d, layout.h
-    rows, columns = layout.live_rows(), layout.live_columns(h)
-    count, width = rows.stop - rows.start, columns.stop - columns.start
-    d_out, gates = values(count, d, dtype=layout.dtype), values(count)
-    a, b = (values(count, width, dtype=layout.dtype, seed=seed) for seed in (1, 2))
-    w3 = weights(layout, d, width, d, seed=3)
-    d_y = exactly(d_out) @ exactly(w3).T
-    gate, y = exactly(gates)[:, None], activation.forward(exactly(a), exactly(b), "swiglu")
-    d_a, d_b = activation.backward(gate * d_y, exactly(a), exactly(b), "swiglu")
-    given = rows_of_tokens(layout, rows) | {"d_out": last_tokens(d_out), "gate_of_row": [(np.s_[rows], gates)]}
-    given |= {"a": [(np.s_[rows, columns], a)], "b": [(np.s_[rows, columns], b)]}
-    given |= {"w3": of_last_expert(w3, rows=columns)}
-    outputs, terms = {"d_a": d_a, "d_b": d_b, "gated_y": gate * y}, d_y * y
-    expected = {name: [(np.s_[rows, columns], array)] for name, array in outputs.items()}
-    expected["gate_terms"] = [(np.s_[rows, columns], terms)]
-    if layout.version != "1_naive":
-        expected["gate_terms"] = [(np.s_[rows, -1:], terms.sum(axis=1, keepdims=True))]
+class HiddenGradients(NamedTuple):
+    """The last block of the hidden layer's gradients: what it reads of each tensor, and what it writes."""
 
-    launch = Launch("d_hidden", layout.row_blocks(h), given, expected)
+    rows: slice
+    columns: slice
+    d_out: np.ndarray
+    gates: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    w3: np.ndarray
+    outputs: dict[str, np.ndarray]  #: d_a, d_b and gated_y
+    terms: np.ndarray  #: of the gates' gradients
+
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        """Return values for the last rows and columns."""
+        d, rows, columns = layout.d, layout.live_rows(), layout.live_columns(layout.h)
+        count, width = rows.stop - rows.start, columns.stop - columns.start
+        d_out, gates = values(count, d, dtype=layout.dtype), values(count)
+        a, b = (values(count, width, dtype=layout.dtype, seed=seed) for seed in (1, 2))
+        w3 = weights(layout, d, width, d, seed=3)
+        d_y = exactly(d_out) @ exactly(w3).T
+        gate, y = exactly(gates)[:, None], activation.forward(exactly(a), exactly(b), "swiglu")
+        d_a, d_b = activation.backward(gate * d_y, exactly(a), exactly(b), "swiglu")
+        outputs = {"d_a": d_a, "d_b": d_b, "gated_y": gate * y}
+        return cls(rows, columns, d_out, gates, a, b, w3, outputs, d_y * y)
+
+    def given(self, layout: Layout) -> dict[str, Parts]:
+        """Return the parts of what no layout of the weights moves."""
+        rows = {"d_out": last_tokens(self.d_out), "gate_of_row": [(np.s_[self.rows], self.gates)]}
+        return rows_of_tokens(layout, self.rows) | rows
+
+    def gate_terms(self, layout: Layout) -> Parts:
+        """Return the parts of the terms: one an element in 1_naive, else one a tile."""
+        if layout.version == "1_naive":
+            return [(np.s_[self.rows, self.columns], self.terms)]
+        return [(np.s_[self.rows, -1:], self.terms.sum(axis=1, keepdims=True))]
+
+
+def d_hidden(layout: Layout) -> Case:
+    block = HiddenGradients.of(layout)
+    place = np.s_[block.rows, block.columns]
+    given = block.given(layout) | {"a": [(place, block.a)], "b": [(place, block.b)]}
+    given |= {"w3": of_last_expert(block.w3, rows=block.columns)}
+    expected: dict[str, Parts] = {name: [(place, array)] for name, array in block.outputs.items()}
+    expected["gate_terms"] = block.gate_terms(layout)
+
+    launch = Launch("d_hidden", layout.row_blocks(layout.h), given, expected)
     function = expert_down.hidden_gradients
-    return _case(layout, "expert_down", "L d, R h, E h d", launch, function, activation="swiglu")
+    return _case(layout, "expert_down", "L d, R h, E d h", launch, function, activation="swiglu")
 
 
 def _d_w(layout: Layout) -> Case:
