@@ -10,7 +10,7 @@ from mutants import MUTANTS
 
 from moeblaze_ref.verify.layers import cases, diagnosis
 from moeblaze_ref.verify.layers.adapter import Adapter, make
-from moeblaze_ref.verify.layers.adapters import factories, plain
+from moeblaze_ref.verify.layers.adapters import factories, grouped, plain
 from moeblaze_ref.verify.layers.adapters.plain import PlainExperts
 from moeblaze_ref.verify.layers.check import PROBE, UNKNOWN, check_layer
 from moeblaze_ref.verify.layers.reference import differentiated, layer
@@ -280,16 +280,10 @@ def test_a_layer_that_is_wrong_under_torch_compile_alone():
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_a_layer_that_refuses_torch_compile(compiles):
+    """As torch's grouped_mm does in float32."""
+
     def factory(**sizes):
-        made = plain.experts(**sizes)
-        run = made.module.forward
-
-        def refusing(*given):
-            assert not torch.compiler.is_compiling(), "not under torch.compile"
-            return run(*given)
-
-        made.module.forward = refusing
-        return replace(made, compiles=compiles)
+        return replace(grouped.moe("gather_sum", **sizes), dtypes=(torch.float32,), compiles=compiles)
 
     verdict = verdict_on(factory)
     assert verdict.ok is not compiles
