@@ -36,7 +36,10 @@ def check(
         bool, typer.Option("--gradients", help="Check the torch layers against autograd instead.")
     ] = False,
     large: Annotated[
-        bool, typer.Option("--large", help="Check sizes past 2**31 elements instead: some blocks of each kernel.")
+        bool,
+        typer.Option(
+            "--large", help="Check sizes past 2**31 elements instead: some blocks of each kernel. With --layer: also."
+        ),
     ] = False,
     coverage: Annotated[
         bool, typer.Option("--coverage", help="Count the checks of each option, stage and backend; run none.")
@@ -92,7 +95,7 @@ def check(
     if coverage:
         raise typer.Exit(_show_coverage(context, as_json))
     if layer:
-        raise typer.Exit(_check_layers(context, layer, dtype, device, seeds, timeout, record, force, as_json))
+        raise typer.Exit(_check_layers(context, layer, dtype, device, seeds, timeout, large, record, force, as_json))
     with user_errors():
         if seeds is not None or device is not None:
             raise ValueError("--seeds and --device: only a check of a layer has these; name it with --layer")
@@ -161,7 +164,7 @@ def _show_coverage(context: typer.Context, as_json: bool) -> int:
     return 1 if gaps else 0
 
 
-_OF_LAYERS = ("--layer", "--dtype", "--device", "--seeds", "--timeout", "--record", "--force", "--json")
+_OF_LAYERS = ("--layer", "--dtype", "--device", "--seeds", "--timeout", "--large", "--record", "--force", "--json")
 
 
 def _check_layers(
@@ -171,6 +174,7 @@ def _check_layers(
     device: str | None,
     seeds: int | None,
     timeout: int | None,
+    large: bool,
     record: Path | None,
     force: bool,
     as_json: bool,
@@ -182,7 +186,7 @@ def _check_layers(
         if others := [name for name in _given(context) if name not in _OF_LAYERS]:
             raise ValueError(f"--layer checks whole layers: leave {', '.join(others)} out")
     dtypes = [dtype] if dtype else []
-    return check_layers(names, dtypes, device or "cpu", seeds or 1, timeout or SECONDS, record, force, as_json)
+    return check_layers(names, dtypes, device or "cpu", seeds or 1, timeout or SECONDS, large, record, force, as_json)
 
 
 def _given(context: typer.Context) -> list[str]:

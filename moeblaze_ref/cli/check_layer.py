@@ -27,6 +27,7 @@ class Row(NamedTuple):
     largest_error: float | None  #: in units of its bound; None if it is infinite, or nothing was computed
     deterministic: bool | None  #: the same bits in two runs
     graphs: bool  #: a CUDA graph held a step
+    large: tuple[str, ...]  #: cases of more than 2**31 elements that the device had room for
     first_problem: str
 
 
@@ -36,6 +37,7 @@ def check_layers(
     device: str,
     seeds: int,
     seconds: int,
+    large: bool,
     record: Path | None,
     force: bool,
     as_json: bool,
@@ -47,7 +49,7 @@ def check_layers(
         checks.check_name("device", device, DEVICES)
         if record:
             provenance.check_place(record, COMMAND, force)
-    jobs = [functools.partial(rows_of, name, dtypes, device, seeds, seconds) for name in _each(names, device)]
+    jobs = [functools.partial(rows_of, name, dtypes, device, seeds, seconds, large) for name in _each(names, device)]
     rows: list[Row] = progress.run_with_bar("checking layers", jobs)
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=2))
@@ -70,7 +72,7 @@ def _each(names: Iterable[str], device: str) -> Iterator[str]:
         yield from every if name == ALL else (name,)
 
 
-def verdicts(name: str, dtypes: list[str], device: str, seeds: int) -> Iterator[Any]:
+def verdicts(name: str, dtypes: list[str], device: str, seeds: int, large: bool) -> Iterator[Any]:
     """Yield the verdict on a layer in each dtype; runs in the process of the layer."""
     import torch
 
@@ -79,15 +81,15 @@ def verdicts(name: str, dtypes: list[str], device: str, seeds: int) -> Iterator[
 
     torch.set_num_threads(1)
     chosen = [getattr(torch, dtype) for dtype in dtypes] or None
-    yield from check_layer(adapters.named(name), chosen, device, seeds)
+    yield from check_layer(adapters.named(name), chosen, device, seeds, large)
 
 
-def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int) -> Iterator[Row]:
+def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int, large: bool = False) -> Iterator[Row]:
     """Yield a row for each verdict; if the process ends early, one that says how."""
     from moeblaze_ref.verify.layers.isolated import isolated
 
     try:
-        for verdict in isolated(verdicts, name, dtypes, device, seeds, seconds=seconds):
+        for verdict in isolated(verdicts, name, dtypes, device, seeds, large, seconds=seconds):
             yield _row_of(name, verdict)
     except TimeoutError:
         yield _failed(name, f"there is no verdict after {seconds} seconds: --timeout sets another limit")
@@ -98,11 +100,21 @@ def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int)
 def _row_of(name: str, verdict: Any) -> Row:
     units = verdict.units if verdict.units < float("inf") else None
     first = "" if verdict.ok else str(verdict).partition("\n")[2]
-    return Row(name, verdict.dtype, verdict.ok, verdict.bug_class, units, verdict.deterministic, verdict.graphs, first)
+    return Row(
+        name,
+        verdict.dtype,
+        verdict.ok,
+        verdict.bug_class,
+        units,
+        verdict.deterministic,
+        verdict.graphs,
+        verdict.large,
+        first,
+    )
 
 
 def _failed(name: str, problem: str) -> Row:
-    return Row(name, None, False, "", None, None, False, problem)
+    return Row(name, None, False, "", None, None, False, (), problem)
 
 
 def show(rows: list[Row]) -> None:

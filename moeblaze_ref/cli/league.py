@@ -29,6 +29,7 @@ def league(
     seeds: Annotated[int, typer.Option(help="Times that each case of a check has other numbers.", min=1)] = 1,
     timeout: Annotated[int, typer.Option(help="Seconds until a check, or the times of a shape, are given up.")] = 600,
     jobs: Annotated[int, typer.Option(help="Checks that run at a time.", min=1)] = 4,
+    large: Annotated[bool, typer.Option("--large", help="Also check sizes past 2**31 elements.")] = False,
     record: Annotated[Path | None, to_file("--record", help="Also write a record here.")] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -41,7 +42,7 @@ def league(
         if record:
             provenance.check_place(record, COMMAND, force)
     names = layer or list(rules.LAYERS)
-    verdicts = _verdicts(names, seeds, timeout, jobs)
+    verdicts = _verdicts(names, seeds, timeout, jobs, large)
     able = [name for name in names if any(row.layer == name and row.dtype for row in verdicts)]
     times = [row for shape in shapes for row in rules.timed(shape, able, repetitions, timeout, tokens)]
     rows = rules.as_rows(times)
@@ -60,11 +61,11 @@ def _each(preset: Iterable[str] | None) -> list[str]:
     return [name for given in preset or () for name in given.split(",")]
 
 
-def _verdicts(names: list[str], seeds: int, seconds: int, jobs: int) -> list[check_layer.Row]:
+def _verdicts(names: list[str], seeds: int, seconds: int, jobs: int, large: bool) -> list[check_layer.Row]:
     """The verdicts on all layers, each in a process of its own."""
 
     def of(name: str) -> list[check_layer.Row]:
-        return list(check_layer.rows_of(name, [DTYPE], "cuda", seeds, seconds))
+        return list(check_layer.rows_of(name, [DTYPE], "cuda", seeds, seconds, large))
 
     with ThreadPoolExecutor(jobs) as pool:
         return [row for rows in pool.map(of, names) for row in rows]

@@ -74,7 +74,11 @@ def test_a_right_layer_and_its_record(here):
         (["--layer", "my_layers:"], "a layer is 'my_layers:', but it must be MODULE:FACTORY"),
         (["--layer", "torch/experts", "--dtype", "float8"], "unknown dtype 'float8'"),
         (["--layer", "torch/experts", "--device", "gpu"], "unknown device 'gpu'"),
-        (["--layer", "torch/experts", "--large"], "--layer checks whole layers: leave --large out"),
+        (["--layer", "torch/experts", "--gradients"], "--layer checks whole layers: leave --gradients out"),
+        (
+            ["--layer", "torch/experts", "--large"],
+            "layers of more than 2^31 elements run on a GPU alone: the device is cpu",
+        ),
         (["--seeds", "2"], "--seeds and --device: only a check of a layer has these"),
     ],
 )

@@ -30,7 +30,8 @@ class Pattern(NamedTuple):
     scale: float = 1.0  #: of the weights of gate and up
 
 
-def _distinct(sizes: Sizes, generator: Generator, among: int | None = None) -> Tensor:
+def distinct(sizes: Sizes, generator: Generator, among: int | None = None) -> Tensor:
+    """Each token's experts at random, none twice: (L, k) of the first ``among`` experts."""
     scores = torch.rand(sizes.L, among or sizes.E, generator=generator)
     return scores.argsort(dim=1)[:, : sizes.k]
 
@@ -40,12 +41,12 @@ def _all_to_one(sizes: Sizes, generator: Generator) -> Tensor:
 
 
 def _one_in_all(sizes: Sizes, generator: Generator) -> Tensor:
-    others = 1 + _distinct(sizes._replace(E=sizes.E - 1, k=sizes.k - 1), generator)
+    others = 1 + distinct(sizes._replace(E=sizes.E - 1, k=sizes.k - 1), generator)
     return torch.cat([others, torch.zeros(sizes.L, 1, dtype=torch.int64)], 1)
 
 
 def _three_used(sizes: Sizes, generator: Generator) -> Tensor:
-    return torch.tensor([1, 3, sizes.E - 2])[_distinct(sizes, generator, among=3)]
+    return torch.tensor([1, 3, sizes.E - 2])[distinct(sizes, generator, among=3)]
 
 
 def _zipf(sizes: Sizes, generator: Generator) -> Tensor:
@@ -58,23 +59,23 @@ def _one_past_a_tile(sizes: Sizes, generator: Generator) -> Tensor:
 
 
 def _twice(sizes: Sizes, generator: Generator) -> Tensor:
-    first = _distinct(sizes._replace(k=1), generator)
+    first = distinct(sizes._replace(k=1), generator)
     return first.expand(-1, sizes.k).contiguous()
 
 
 PATTERNS = (
-    Pattern("random", Sizes(61, 24, 40, 7, 2), _distinct),
+    Pattern("random", Sizes(61, 24, 40, 7, 2), distinct),
     Pattern("all tokens to one expert", Sizes(33, 16, 24, 4, 1), _all_to_one),
     Pattern("one expert in every token", Sizes(48, 16, 24, 8, 3), _one_in_all),
     Pattern("experts without tokens", Sizes(37, 24, 16, 8, 2), _three_used),
-    Pattern("one token", Sizes(1, 16, 24, 4, 2), _distinct),
-    Pattern("one token, one choice", Sizes(1, 16, 16, 4, 1), _distinct),
-    Pattern("k = 1", Sizes(41, 24, 32, 6, 1), _distinct),
-    Pattern("k = E", Sizes(19, 16, 24, 4, 4), _distinct),
+    Pattern("one token", Sizes(1, 16, 24, 4, 2), distinct),
+    Pattern("one token, one choice", Sizes(1, 16, 16, 4, 1), distinct),
+    Pattern("k = 1", Sizes(41, 24, 32, 6, 1), distinct),
+    Pattern("k = E", Sizes(19, 16, 24, 4, 4), distinct),
     Pattern("Zipf", Sizes(97, 32, 24, 16, 4), _zipf),
-    Pattern("prime sizes", Sizes(67, 29, 31, 7, 3), _distinct),
+    Pattern("prime sizes", Sizes(67, 29, 31, 7, 3), distinct),
     Pattern("one row past a tile", Sizes(131, 16, 24, 2, 1), _one_past_a_tile),
-    Pattern("large activations", Sizes(29, 24, 16, 5, 2), _distinct, scale=8.0),
+    Pattern("large activations", Sizes(29, 24, 16, 5, 2), distinct, scale=8.0),
     Pattern("an expert twice in a token", Sizes(23, 16, 24, 4, 2), _twice, repeats=True),
 )
 

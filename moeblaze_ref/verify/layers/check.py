@@ -9,6 +9,7 @@ import torch
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.verify.layers import adapter as adapters
 from moeblaze_ref.verify.layers import cases, diagnosis, ways
+from moeblaze_ref.verify.layers import large as large_cases
 from moeblaze_ref.verify.layers.adapter import Adapter, Factory, Sizes
 from moeblaze_ref.verify.layers.cases import Pattern
 from moeblaze_ref.verify.layers.deviations import Deviation, Wanted, wanted
@@ -63,6 +64,11 @@ class Verdict(NamedTuple):
         return any(finding.way == ways.GRAPH and not finding.raised for finding in self.findings)
 
     @property
+    def large(self) -> tuple[str, ...]:
+        """The cases of more than 2**31 elements that were run."""
+        return tuple(finding.case for finding in self.findings if finding.way == large_cases.WAY)
+
+    @property
     def units(self) -> float:
         """The largest error in units of its bound."""
         return max(finding.units for finding in self.findings)
@@ -80,7 +86,11 @@ class Verdict(NamedTuple):
 
 
 def check_layer(
-    factory: Factory, dtypes: Iterable[torch.dtype] | None = None, device: str = "cpu", seeds: int = 1
+    factory: Factory,
+    dtypes: Iterable[torch.dtype] | None = None,
+    device: str = "cpu",
+    seeds: int = 1,
+    large: bool = False,
 ) -> Iterator[Verdict]:
     """Compare a layer with the specification in every hard case: the output, every gradient, every way of running it.
 
@@ -93,6 +103,8 @@ def check_layer(
     device : str
     seeds : int
         How many times each case is run with other numbers. The ways of running it have the first numbers alone.
+    large : bool
+        Also run steps whose tensors have more than 2**31 elements, if the device has room for them: 80 GB for most.
 
     Yields
     ------
@@ -104,15 +116,17 @@ def check_layer(
     TypeError
         If the factory returns no adapter.
     ValueError
-        If the adapter's weights do not fit its layouts, or it does not compute in a dtype.
+        If the adapter's weights do not fit its layouts, it does not compute in a dtype, or a CPU should run large steps.
     """
+    if large and torch.device(device).type == "cpu":
+        raise ValueError("layers of more than 2^31 elements run on a GPU alone: the device is cpu, but it must be cuda")
     adapter = adapters.make(factory, PROBE, torch.float32, device)
     adapter.places(PROBE)
     chosen = tuple(dtypes or adapter.dtypes)
     if refused := set(chosen) - set(adapter.dtypes):
         raise ValueError(f"the layer computes in {either(adapter.dtypes)}, not in {either(refused)}")
     for dtype in chosen:
-        yield _Check(factory, adapter, dtype, device).verdict(seeds)
+        yield _Check(factory, adapter, dtype, device).verdict(seeds, large)
 
 
 class _Check(NamedTuple):
@@ -123,13 +137,14 @@ class _Check(NamedTuple):
     dtype: torch.dtype
     device: str
 
-    def verdict(self, seeds: int) -> Verdict:
+    def verdict(self, seeds: int, large: bool) -> Verdict:
         """Run everything, and name what is wrong."""
         patterns = cases.patterns_for(self.adapter)
         evidence: list[Evidence] = []
         steps = [finding for pattern in patterns for finding in self._steps(pattern, seeds, evidence)]
         others = [finding for name in ways.WAYS for finding in self._run(name, ways.WAYS[name], patterns[0], 0, [])]
         same = self._is_deterministic(patterns[0])
+        others += [*self._large_steps()] if large else []
         name = str(self.dtype).removeprefix("torch.")
         bug_class = _class_of(steps, evidence) if not _right(steps) else _class_of_ways(others)
         return Verdict(name, (*steps, *others), bug_class, same, self.adapter.deterministic)
@@ -147,6 +162,19 @@ class _Check(NamedTuple):
                 yield Finding(name, pattern.name, one.how, one.evidence.units, tuple(one.evidence.wrong), "")
         except Exception as error:
             yield Finding(name, pattern.name, "", math.inf, (), _in_a_line(error))
+
+    def _large_steps(self) -> Iterator[Finding]:
+        """Steps of large layers; one for which the device has no room is no finding."""
+        for case in large_cases.cases_for(self.adapter):
+            name = case.pattern.name
+            try:
+                layer = CheckedLayer.make(self.factory, case.sizes, self.dtype, self.device)
+                found = large_cases.run(layer, case)
+                yield Finding(large_cases.WAY, name, "", found.units, found.wrong, "")
+            except torch.OutOfMemoryError:
+                continue
+            except Exception as error:
+                yield Finding(large_cases.WAY, name, "", math.inf, (), _in_a_line(error))
 
     def _is_deterministic(self, pattern: Pattern) -> bool | None:
         """Whether two runs of a step give the same bits; None if the layer raises an error, which is a finding."""

@@ -1,7 +1,7 @@
 """Compare what a layer computes with the reference: each whole tensor, then each token and each expert of it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from moeblaze_ref.verify.comparisons import BOUNDS, FEW_ELEMENTS, SMALL_TENSOR_BOUNDS
 from moeblaze_ref.verify.layers import reference
 from moeblaze_ref.verify.layers.layouts import ROLES
-from moeblaze_ref.verify.layers.reference import Case, Results, Spec
+from moeblaze_ref.verify.layers.reference import Case, Experts, Results, Spec
 
 #: along which axis a tensor is looked at part by part, and what a part is called
 PARTS = {"out": ("token", 0), "x": ("token", 0), "topk_weights": ("token", 0)} | {
@@ -46,11 +46,22 @@ class Wanted(NamedTuple):
     sizes: Results  #: of tensors that may vanish, others by which their errors are measured
     bounds: dict[str, tuple[float, float]]  #: of the error of each whole tensor, and of each part of it
 
+    def on(self, device: torch.device) -> "Wanted":
+        """The same on another device."""
+        exact, sizes = ({name: t.to(device) for name, t in of.items()} for of in (self.exact, self.sizes))
+        return Wanted(exact, sizes, self.bounds)
 
-def wanted(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtype) -> Wanted:
+
+def wanted(
+    spec: Spec,
+    case: Case,
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype,
+    ways: Sequence[Experts] = reference.PLAIN_WAYS,
+) -> Wanted:
     """Compute the reference of a case, and the bounds from what plain torch makes of it in the layer's dtype."""
     exact, sizes = reference.exact(spec, case), reference.sizes(spec, case)
-    plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in reference.PLAIN_WAYS]
+    plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in ways]
     few = FEW_ELEMENTS if case.topk_index.numel() < FEW_ROWS else 1
     bounds = {}
     for name, tensor in exact.items():

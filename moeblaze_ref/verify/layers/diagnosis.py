@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from moeblaze_ref.verify.layers import predictions, reference
+from moeblaze_ref.verify.layers import large, predictions, reference
 from moeblaze_ref.verify.layers.deviations import PARTS, Deviation, Wanted, deviations, worst, wrong_parts
 from moeblaze_ref.verify.layers.predictions import Prediction
 from moeblaze_ref.verify.layers.reference import Case, Results, Spec
@@ -340,6 +340,12 @@ CLASSES = (
         "It computes something else where no gradient is wanted.",
         "",
         ways=frozenset({"no gradients wanted"}),
+    ),
+    BugClass(
+        "indices past 2^31",
+        "It counts elements in 32 bits.",
+        "linkedin/Liger-Kernel#1248",
+        ways=frozenset({large.WAY}),
     ),
     BugClass("autocast", "It is wrong under autocast.", "huggingface/transformers#43839", ways=frozenset({"autocast"})),
 )

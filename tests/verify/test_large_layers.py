@@ -1,0 +1,100 @@
+"""Cases of more than 2**31 elements, made smaller: a layer that goes wrong past a number of tokens, or of experts."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from moeblaze_ref.verify.layers import adapter, cases, check, large
+from moeblaze_ref.verify.layers.adapter import Sizes
+from moeblaze_ref.verify.layers.adapters import factories, plain
+from moeblaze_ref.verify.layers.adapters.plain import PlainExperts
+from moeblaze_ref.verify.layers.cases import Pattern
+from moeblaze_ref.verify.layers.large import LARGE, Large
+
+FACTORIES = factories()
+SMALL = (
+    Large(Pattern("many tokens", Sizes(67, 16, 24, 4, 2), cases.distinct), times=5),
+    Large(Pattern("many experts", Sizes(61, 16, 24, 4, 2), cases.distinct), unused=21),
+)
+NAMES = ("torch/experts", "torch/experts with biases", "torch/deepseek_v3", "moeblaze_ref/minimal")
+MOST_TOKENS, MOST_EXPERTS = 200, 20  # which the layers below get right
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(large, "LARGE", SMALL)
+
+
+def verdict_on(factory):
+    """As of `check_layer`, which refuses the full sizes on a CPU."""
+    made = adapter.make(factory, check.PROBE, torch.float32, "cpu")
+    return check._Check(factory, made, torch.float32, "cpu").verdict(seeds=1, large=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_right_layer(name):
+    verdict = verdict_on(FACTORIES[name])
+    assert verdict.ok, str(verdict)
+    inside = name in ("torch/deepseek_v3", "moeblaze_ref/minimal")
+    assert verdict.large == (("many tokens",) if inside else ("many tokens", "many experts"))
+
+
+def test_the_full_sizes_pass_the_number():
+    """Of hidden activations, of x, and of each weight."""
+    hidden, x, weights = (one.sizes for one in LARGE)
+    assert hidden.L * hidden.k * hidden.h > 2**31
+    assert x.L * x.d > 2**31
+    assert weights.E * weights.d * weights.h > 2**31
+
+
+class LastTokensRepeatTheFirst(PlainExperts):
+    """Reads rows past some number where they would be if the number wrapped."""
+
+    def forward(self, x, topk_index, topk_weights):
+        index = torch.arange(len(x)) % MOST_TOKENS
+        return super().forward(x[index], topk_index, topk_weights)
+
+
+class GradientOfAnotherExpert(PlainExperts):
+    """Writes the gradient of late experts' weights to an early expert."""
+
+    def up(self, e, rows):
+        if e < MOST_EXPERTS:
+            return super().up(e, rows)
+        weight = self.gate_up[e].detach() + (self.gate_up[0] - self.gate_up[0].detach())
+        return list((rows @ weight.mT).chunk(2, -1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "tensor", "part"),
+    [
+        (LastTokensRepeatTheFirst, "many tokens", "out", f"token {MOST_TOKENS}"),
+        (GradientOfAnotherExpert, "many experts", "gate", "expert 0"),
+    ],
+)
+def test_a_layer_that_is_wrong_when_it_is_large(kind, case, tensor, part):
+    verdict = verdict_on(partial(plain.experts, kind=kind))
+    assert not verdict.ok and verdict.bug_class == "indices past 2^31"
+    (finding,) = [finding for finding in verdict.findings if not finding.ok]
+    assert (finding.way, finding.case) == (large.WAY, case)
+    assert (finding.wrong[0].tensor, finding.wrong[0].part) == (tensor, part)
+
+
+def test_a_device_without_room_is_no_fault(monkeypatch):
+    def full(layer, case):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(large, "run", full)
+    verdict = verdict_on(FACTORIES["torch/experts"])
+    assert verdict.ok and verdict.large == ()
+
+
+def test_an_error_is_a_finding(monkeypatch):
+    def illegal(layer, case):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(large, "run", illegal)
+    verdict = verdict_on(FACTORIES["torch/experts"])
+    assert not verdict.ok and verdict.bug_class == "indices past 2^31"
+    assert "an illegal memory access" in str(verdict)
