@@ -14,6 +14,7 @@ from moeblaze_ref.verify.layers.adapter import Adapter, Factory, Sizes
 from moeblaze_ref.verify.layers.cases import Pattern
 from moeblaze_ref.verify.layers.deviations import Deviation, Wanted, wanted
 from moeblaze_ref.verify.layers.diagnosis import Evidence
+from moeblaze_ref.verify.layers.large import Large
 from moeblaze_ref.verify.layers.layer import CheckedLayer
 from moeblaze_ref.verify.layers.reference import Case, Spec
 from moeblaze_ref.verify.layers.ways import Found, Way
@@ -165,16 +166,20 @@ class _Check(NamedTuple):
 
     def _large_steps(self) -> Iterator[Finding]:
         """Steps of large layers; one for which the device has no room is no finding."""
-        for case in large_cases.cases_for(self.adapter):
-            name = case.pattern.name
-            try:
-                layer = CheckedLayer.make(self.factory, case.sizes, self.dtype, self.device)
-                found = large_cases.run(layer, case)
-                yield Finding(large_cases.WAY, name, "", found.units, found.wrong, "")
-            except torch.OutOfMemoryError:
-                continue
-            except Exception as error:
-                yield Finding(large_cases.WAY, name, "", math.inf, (), _in_a_line(error))
+        with large_cases.alone():
+            for case in large_cases.cases_for(self.adapter):
+                yield from self._large_step(case)
+
+    def _large_step(self, case: Large) -> Iterator[Finding]:
+        name = case.pattern.name
+        try:
+            layer = CheckedLayer.make(self.factory, case.sizes, self.dtype, self.device)
+            found = large_cases.run(layer, case)
+            yield Finding(large_cases.WAY, name, "", found.units, found.wrong, "")
+        except torch.OutOfMemoryError:
+            return
+        except Exception as error:
+            yield Finding(large_cases.WAY, name, "", math.inf, (), _in_a_line(error))
 
     def _is_deterministic(self, pattern: Pattern) -> bool | None:
         """Whether two runs of a step give the same bits; None if the layer raises an error, which is a finding."""

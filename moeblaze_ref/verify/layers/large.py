@@ -5,7 +5,11 @@ times as large. Where the weights are large, the tokens choose the last experts,
 zero. The number of tokens is prime, so that an index that is off by a power of two meets other numbers.
 """
 
+import fcntl
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -49,6 +53,14 @@ class Found(NamedTuple):
     case: str
     units: float  #: the largest error in units of its bound
     wrong: tuple[Deviation, ...]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let one process at a time run large cases: they take most of a GPU's memory."""
+    with open(Path(tempfile.gettempdir()) / "moeblaze_large_layers.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def cases_for(adapter: Adapter) -> list[Large]:
