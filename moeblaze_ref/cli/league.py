@@ -1,8 +1,10 @@
 """``moeblaze league``: MoE layers of several projects beside each other, by the same measures."""
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,7 @@ from moeblaze_ref.core.config import PRESETS
 COMMAND = "league"
 DTYPE = "bfloat16"  # of every layer
 MIB = 2**20
+UNTUNED = {"LIGER_FUSED_MOE_AUTOTUNE": "0"}  # tuning anew for each small case of a check would take half an hour
 
 
 def league(
@@ -67,8 +70,20 @@ def _verdicts(names: list[str], seeds: int, seconds: int, jobs: int, large: bool
     def of(name: str) -> list[check_layer.Row]:
         return list(check_layer.rows_of(name, [DTYPE], "cuda", seeds, seconds, large))
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with _environment(UNTUNED), ThreadPoolExecutor(jobs) as pool:
         return [row for rows in pool.map(of, names) for row in rows]
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables of the environment, which processes that start meanwhile inherit."""
+    before = os.environ.copy()
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _show(times: list[dict[str, Any]]) -> None:

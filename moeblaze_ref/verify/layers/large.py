@@ -43,7 +43,7 @@ class Large(NamedTuple):
 LARGE = (
     Large(Pattern("hidden activations", Sizes(4093, 64, 2056, 8, 2), cases.distinct), times=128),
     Large(Pattern("x and the output", Sizes(4093, 2056, 64, 8, 1), cases.distinct), times=256),
-    Large(Pattern("weights", Sizes(509, 4096, 4104, 4, 2), cases.distinct), unused=124),
+    Large(Pattern("weights", Sizes(61, 4096, 4104, 4, 2), cases.distinct), unused=124),
 )
 
 

@@ -90,7 +90,7 @@ def one_after_another(spec: Spec, inputs: Weights, topk_index: Tensor, gates: Te
         token, choice = (topk_index == e).nonzero(as_tuple=True)
         gate = gates[token, choice, None].to(x.dtype)  # (n, 1)
         rows = x[token] * gate if spec.weighs == "input" else x[token]  # (n, d)
-        y = expert(spec, {name: w[e] for name, w in inputs.items() if name in PER_EXPERT}, rows)
+        y = expert(spec, of_expert(inputs, e), rows)
         out = out.index_add(0, token, y if spec.weighs == "input" else y * gate)
     return out
 
@@ -122,6 +122,11 @@ def _choices(spec: Spec, inputs: Weights, topk_index: Tensor, rows: Tensor) -> T
 
 
 PER_EXPERT = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
+
+
+def of_expert(inputs: Weights, e: int) -> Weights:
+    """Return the weights of one expert."""
+    return {name: weight[e] for name, weight in inputs.items() if name in PER_EXPERT}
 
 
 def expert(spec: Spec, w: Weights, rows: Tensor) -> Tensor:
@@ -187,13 +192,21 @@ def sizes(spec: Spec, case: Case) -> Results:
     if spec.weighs == "input":
         return {}
     inputs = case.inputs() | case.weights
-    rows = case.x[:, None].expand(*case.topk_index.shape, -1)
-    of_gates = (_choices(spec, inputs, case.topk_index, rows) * case.d_out[:, None]).norm(dim=2)  # (L, k)
+    of_gates = (_outputs(spec, case, inputs) * case.d_out[:, None]).norm(dim=2)  # (L, k)
     if spec.router is None:
         return {"topk_weights": of_gates}
     of_choices = gates_of(spec, inputs, case.topk_index) * of_gates
     of_logits = of_gates.new_zeros(case.sizes.L, case.sizes.E).scatter_add(1, case.topk_index, of_choices)
     return {"router": case.x.T @ of_logits, "router_bias": of_logits.sum(0)}
+
+
+def _outputs(spec: Spec, case: Case, inputs: Weights) -> Tensor:
+    """The output (L, k, d) of each choice, before the gates multiply it; one expert after the other."""
+    y = case.x.new_zeros(*case.topk_index.shape, case.sizes.d)
+    for e in case.topk_index.unique().tolist():
+        token, choice = (case.topk_index == e).nonzero(as_tuple=True)
+        y[token, choice] = expert(spec, of_expert(inputs, e), case.x[token])
+    return y
 
 
 def in_float64(found: Mapping[str, Tensor]) -> Results:
