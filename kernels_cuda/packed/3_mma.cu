@@ -8,24 +8,24 @@
 //              neighbours lie along the depth comes in lines of the depth, and ldmatrix transposes none of its
 //              fragments. Where columns of a and b alternate, a tile is one product of neighbouring pairs of a and b.
 // Runs on      sm_80 and newer; SIMT executor.
-// Constants    Scalar of s bytes: __half, __nv_bfloat16, or float, which is multiplied as tf32; ACTIVATION; LAYOUT; BIASED;
-//              TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and BAND, see mma_matmul.cuh;
-//              THREADS, a warp for each of its parts of a tile. d and h are multiples of 8.
+// Constants    Scalar of s bytes: __half, __nv_bfloat16, or float, which is multiplied as tf32; ACTIVATION; LAYOUT;
+//              BIASED; TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and BAND, see
+//              mma_matmul.cuh; THREADS, a warp for each of its parts of a tile. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid                                                 block
 //            shared bytes
-//            bytes read                                                          bytes written
+//            bytes read                                                        bytes written
 // expert_up  R / TILE_ROWS + min(E, R), ceil(G h / TILE_COLUMNS)  THREADS
 //            12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
-//            8 E blocks + 4 K R C + s R d C + s d h G tiles + s R h G B          s R h (G P + Y)
+//            8 E blocks + 4 K R C + s R d C + s d h G tiles + s R h G B        s R h (G P + Y)
 // d_hidden   R / TILE_ROWS + min(E, R), ceil(h / TILE_COLUMNS)    THREADS
 //            12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS) + 4 TILE_ROWS TILE_COLUMNS / WARP_COLUMNS
-//            8 E blocks + 4 K R J + s R d J + s d h tiles + s R h G + R h / 2    s R h (1 + G) + 4 R J
+//            8 E blocks + 4 K R J + s R d J + s d h tiles + s R h G + R h / 2  s R h (1 + G) + 4 R J
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; B is BIASED; G is 2 with a
-// gated activation, else 1. C = ceil(G h / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS). A line's number in a list is read for
-// each 16 bytes of it: K = s TILE_DEPTH / 16 of a stage; a gate for each eight elements of its row. tiles is the sum
-// over the experts of ceil(rows / TILE_ROWS); blocks is the whole grid. 2 R d h G FLOPs in expert_up, 2 R d h in
+// gated activation, else 1. C = ceil(G h / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS). A line's number in a list is read
+// for each 16 bytes of it: K = s TILE_DEPTH / 16 of a stage; a gate for each eight elements of its row. tiles is the
+// sum over the experts of ceil(rows / TILE_ROWS); blocks is the whole grid. 2 R d h G FLOPs in expert_up, 2 R d h in
 // d_hidden. Bound: tensor cores; on Hopper, shared memory.
 #include "expert_rows.cuh"
 #include "mma_hidden.cuh"
@@ -46,13 +46,12 @@ __device__ __forceinline__ Lines<false> up_lines(const Scalar* gate_up, int expe
     return {begin, columns, d, count};
 }
 
-// Eight sums of a product, each with the bias of its column; `column` of an expert's columns is the first.
-__device__ __forceinline__ void add_biases(float (&sums)[8], const float (&products)[8], const Scalar* bias, int expert,
-                                           int column, int h) {
-    Eight biases;
-    if (BIASED) biases = Eight(bias + (long long)expert * PROJECTIONS * h + column);
+// Adds the biases, if there are any, to sums of eight neighbouring columns; `column` of an expert's is the first.
+__device__ __forceinline__ void add_biases(float (&sums)[8], const Scalar* bias, int expert, int column, int h) {
+    if (!BIASED) return;
+    const Eight biases(bias + (long long)expert * PROJECTIONS * h + column);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sums[i] = BIASED ? products[i] + to_float(biases.values[i]) : products[i];
+    for (int i = 0; i < 8; ++i) sums[i] += to_float(biases.values[i]);
 }
 
 // Eight neighbours of a and of b, rounded and stored; `j` of the row's h elements is the first.
@@ -94,19 +93,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int result = 0; result < RESULTS; ++result)
         weights[result] = up_lines(gate_up, tile.expert, result, first_column, d, h);
-    WarpResults<RESULTS> products;
-    mma_matmul<Along::DEPTH, UP_ALONG>(products, d, rows, weights);
-    products.each(load_nothing, [&](int, int row, int column, const float (&values)[RESULTS][8], Nothing) {
+    WarpResults<RESULTS> sums;
+    mma_matmul<Along::DEPTH, UP_ALONG>(sums, d, rows, weights);
+    sums.each(load_nothing, [&](int, int row, int column, float (&values)[RESULTS][8], Nothing) {
         const int j = (first_column + column) / MERGED;
         if (row >= tile.rows || j >= h) return;
-        float sums[RESULTS][8];
 #pragma unroll
         for (int r = 0; r < RESULTS; ++r)
-            add_biases(sums[r], values[r], bias, tile.expert, r * h + first_column + column, h);
+            add_biases(values[r], bias, tile.expert, r * h + first_column + column, h);
         if constexpr (LAYOUT::INTERLEAVED)
-            store_alternating(ab, y_swi, tile.first + row, j, h, sums[0]);
+            store_alternating(ab, y_swi, tile.first + row, j, h, values[0]);
         else
-            store_side_by_side(ab, y_swi, tile.first + row, j, h, sums[0], sums[RESULTS - 1]);
+            store_side_by_side(ab, y_swi, tile.first + row, j, h, values[0], values[RESULTS - 1]);
     });
 }
 

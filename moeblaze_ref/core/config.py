@@ -14,6 +14,7 @@ UNGATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 ACTIVATIONS = GATED_ACTIVATIONS + UNGATED_ACTIVATIONS
 CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss's: of `nn.experts` alone, since both projections go through a function
 EXPERT_ACTIVATIONS = (*ACTIVATIONS, CLAMPED_SWIGLU)
+CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0  # its factor in the sigmoid, and where it clamps
 GELU_CUBIC = 0.044715  # of the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415)
 
 # What is kept between forward and backward, besides x, the Dispatch and the gates.
