@@ -99,8 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int j = (first_column + column) / MERGED;
         if (row >= tile.rows || j >= h) return;
 #pragma unroll
-        for (int r = 0; r < RESULTS; ++r)
-            add_biases(values[r], bias, tile.expert, r * h + first_column + column, h);
+        for (int r = 0; r < RESULTS; ++r) add_biases(values[r], bias, tile.expert, r * h + first_column + column, h);
         if constexpr (LAYOUT::INTERLEAVED)
             store_alternating(ab, y_swi, tile.first + row, j, h, values[0]);
         else

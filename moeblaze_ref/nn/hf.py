@@ -107,7 +107,7 @@ def _check(module: Any) -> None:
         if getattr(module, attribute, value) != value:
             raise ValueError(f"{name} has {attribute}={not value}, but our experts run those with {value} alone")
     if getattr(module, "is_concatenated", True) is False and not module.is_transposed:
-        raise ValueError(f"{name} has rows of gate and up that alternate, but our experts run alternating columns alone")
+        raise ValueError(f"{name} has alternating rows of gate and up, but our experts run alternating columns alone")
     _activation(module)
     for weight, parameter in module.named_parameters():
         if parameter.dtype not in DTYPES:
@@ -120,7 +120,7 @@ def _activation(module: Any) -> str:
     name = type(module).__name__
     if _has_own_gate(module):
         if not _is_clamped_swiglu(module):
-            raise ValueError(f"{name} has an activation of its own, and it is not gpt-oss's with alpha 1.702 and limit 7")
+            raise ValueError(f"{name} has an activation of its own, other than gpt-oss's with alpha 1.702, limit 7")
         return CLAMPED_SWIGLU
     kind = type(module.act_fn).__name__
     if kind not in _ACTIVATIONS:
@@ -182,8 +182,8 @@ def _run(policy: str, module: Any, hidden_states: Tensor, top_k_index: Tensor, t
     first = 0 if module._is_expert_parallel else None
     weights = module.gate_up_proj, module.down_proj
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else ()
-    how = _activation(module), policy, layout, None, first
-    return experts(hidden_states, *weights, top_k_index, top_k_weights, *how, *biases)
+    routing, names = (top_k_index, top_k_weights), (_activation(module), policy, layout)
+    return experts(hidden_states, *weights, *routing, *names, None, first, *biases)
 
 
 def _layout(module: Any) -> str:

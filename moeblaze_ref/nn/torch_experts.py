@@ -175,9 +175,10 @@ class Experts(nn.Module):
         up, down = LAYOUTS[layout].shapes(E, d, h, is_gated(activation))
         self.gate_up = nn.Parameter(torch.randn(up, device=device, dtype=dtype) * d**-0.5)
         self.down = nn.Parameter(torch.randn(down, device=device, dtype=dtype) * h**-0.5)
-        for name, width in {"gate_up_bias": h * (1 + is_gated(activation)), "down_bias": d}.items():
-            zeros = nn.Parameter(torch.zeros(E, width, device=device, dtype=dtype)) if bias else None
-            self.register_parameter(name, zeros)
+        self.gate_up_bias, self.down_bias = [
+            nn.Parameter(torch.zeros(E, width, device=device, dtype=dtype)) if bias else None
+            for width in (h * (1 + is_gated(activation)), d)
+        ]
 
     def forward(self, x: Tensor, topk_index: Tensor, topk_weights: Tensor, first: int | None = None) -> Tensor:
         """The output (..., d) for x (..., d) and a routing (L, k), as `experts` takes them."""

@@ -51,12 +51,13 @@ class Step:
     activation: str
     layout: Layout
 
-    @cache
-    def astype(self, dtype):
-        """The same, rounded; the gates are float32 at least."""
-        x, d_out, *weights = [w if w is None else w.astype(dtype) for w in (self.x, self.d_out, *self.weights)]
-        gates = self.gates.astype("float64" if dtype == "float64" else "float32")
-        return replace(self, x=x, d_out=d_out, weights=Parameters(*weights), gates=gates)
+
+@cache
+def rounded(one, dtype):
+    """The step in a dtype; the gates are float32 at least."""
+    x, d_out, *weights = [w if w is None else w.astype(dtype) for w in (one.x, one.d_out, *one.weights)]
+    gates = one.gates.astype("float64" if dtype == "float64" else "float32")
+    return replace(one, x=x, d_out=d_out, weights=Parameters(*weights), gates=gates)
 
 
 @cache
@@ -80,7 +81,7 @@ def step(layout, activation=CLAMPED_SWIGLU, L=70, d=24, h=40, E=5, k=2, up=True,
 @cache
 def exact(one):
     """The results of the specification in float64, by name."""
-    wide = one.astype("float64")
+    wide = rounded(one, "float64")
     inputs = wide.weights, wide.dispatch, wide.gates, wide.activation, wide.layout
     found = biased_experts.backward(wide.d_out, wide.x, *inputs)
     return named(biased_experts.forward(wide.x, *inputs), found.d_x, found.parameters, found.d_gates)
@@ -213,7 +214,7 @@ def assert_limits(executor):
     weights = Parameters(np.zeros((1, 8, 2 * n)), np.ones((1, n, 8)), ab, None)
     x, d_out, gates = np.ones((1, 8)), np.full((1, 8), 1 / 8), np.ones((1, 1), np.float32)
     one = Step(x, weights, build_by_sort(np.zeros((1, 1), np.int32), 1), gates, d_out, CLAMPED_SWIGLU, INTERLEAVED)
-    d_ab = run("2_tiled", executor, one.astype("float32"))["d_gate_up_bias"][0, : 2 * a.size].reshape(-1, 2)
+    d_ab = run("2_tiled", executor, rounded(one, "float32"))["d_gate_up_bias"][0, : 2 * a.size].reshape(-1, 2)
     _, *wanted = torch_at_the_limits()
     for mine, gradient in zip(d_ab.T, wanted, strict=True):
         np.testing.assert_allclose(mine, gradient[0], rtol=1e-4)
@@ -236,7 +237,7 @@ TYPED = [
 
 @pytest.mark.parametrize(("version", "dtype", "layout", "activation"), TYPED)
 def test_the_kernels_compute_what_is_specified(version, dtype, layout, activation):
-    one = step(layout, activation).astype(dtype)
+    one = rounded(step(layout, activation), dtype)
     precision = "tf32 twice" if version == gemm.TF32 else dtype
     assert_right(run(version, Quick(), one), one, precision)
 
@@ -245,7 +246,7 @@ def test_the_kernels_compute_what_is_specified(version, dtype, layout, activatio
 @every_version
 def test_one_bias_alone(version, up, down):
     dtype = packed.VERSIONS[version][0]
-    one = step(INTERLEAVED, up=up, down=down).astype(dtype)
+    one = rounded(step(INTERLEAVED, up=up, down=down), dtype)
     if not up:  # a and b are then on one side of the limits
         assert np.abs(one.x).max() < 5
     assert_right(run(version, Quick(), one), one, "tf32 twice" if version == gemm.TF32 else dtype)
@@ -254,19 +255,19 @@ def test_one_bias_alone(version, up, down):
 @pytest.mark.parametrize("policy", ["conventional", "paper", "inputs"])
 @every_layout
 def test_every_policy_gives_the_same_bits(policy, layout):
-    one = step(layout).astype("float32")
+    one = rounded(step(layout), "float32")
     assert_same(run("2_tiled", Quick(), one, policy), run("2_tiled", Quick(), one))
 
 
 def test_an_expert_without_rows_has_gradients_of_zero():
-    found = run("2_tiled", Quick(), step(INTERLEAVED).astype("float32"))
+    found = run("2_tiled", Quick(), rounded(step(INTERLEAVED), "float32"))
     for name in NAMES[2:6]:
         assert not found[name][-1].any() and found[name][:-1].any(axis=tuple(range(1, found[name].ndim))).all()
 
 
 @every_layout
 def test_several_small_tiles(layout):
-    one = step(layout, L=150, d=136, h=136).astype("float16")
+    one = rounded(step(layout, L=150, d=136, h=136), "float16")
     with tiles.trying(SMALL):
         assert_right(run("3_mma", Quick(), one), one, "float16")
 
@@ -274,7 +275,7 @@ def test_several_small_tiles(layout):
 @every_layout
 def test_several_tiles_of_blocks_that_stay(layout):
     """Also where their number differs."""
-    one = step(layout, L=300, d=136, h=264).astype("float16")
+    one = rounded(step(layout, L=300, d=136, h=264), "float16")
     found = run("7_persistent", Quick(), one)
     assert_right(found, one, "float16")
     assert_same(run("7_persistent", blocks_that_stay(2, seed=2), one), found)
@@ -282,12 +283,12 @@ def test_several_tiles_of_blocks_that_stay(layout):
 
 @every_version
 def test_every_order_of_threads_gives_the_same_bits(version):
-    one = step(INTERLEAVED).astype(packed.VERSIONS[version][0])
+    one = rounded(step(INTERLEAVED), packed.VERSIONS[version][0])
     assert_same(run(version, Quick(seed=7), one), run(version, Quick(seed=0), one))
 
 
 def test_in_parts_the_bits_are_the_same(monkeypatch):
-    one = step(INTERLEAVED, d=304, h=16).astype("bfloat16")
+    one = rounded(step(INTERLEAVED, d=304, h=16), "bfloat16")
     whole = run("7_persistent", Quick(), one)
     monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
     assert len(gemm.parts_of_rows("7_persistent", one.dispatch.R, 304, 16)) == 2
@@ -295,7 +296,7 @@ def test_in_parts_the_bits_are_the_same(monkeypatch):
 
 
 def test_widths_that_no_pack_divides():
-    one = step(INTERLEAVED, d=13, h=7).astype("float32")
+    one = rounded(step(INTERLEAVED, d=13, h=7), "float32")
     assert_right(run("2_tiled", Quick(), one), one, "float32")
 
 
@@ -314,7 +315,7 @@ def symbols_of(version, one):
 
 @pytest.mark.parametrize(("version", "dtype", "layout", "activation"), TYPED)
 def test_the_kernels_ask_for_the_bytes_that_their_headers_state(version, dtype, layout, activation):
-    one, executor = step(layout, activation).astype(dtype), SimtExecutor()
+    one, executor = rounded(step(layout, activation), dtype), SimtExecutor()
     with executor.recording() as launches:
         run(version, executor, one)
     symbols, of_biases = symbols_of(version, one), {"PACK": 16 // one.x.dtype.itemsize, "THREADS": gemm.THREADS}
@@ -387,7 +388,7 @@ UP_FAULTS = {
     },
     "3_mma": {
         "bias of the first expert": ("bias + (long long)expert *", "bias + 0 *"),
-        "bias of the first columns": ("r * h + first_column + column, h);\n        if", "r * h + column, h);\n        if"),
+        "bias of the first columns": ("tile.expert, r * h + first_column + column", "tile.expert, r * h + column"),
         "one bias for eight columns": ("to_float(biases.values[i])", "to_float(biases.values[0])"),
     },
     "7_persistent": {
@@ -412,7 +413,7 @@ ACTIVATION_FAULTS = {
 BIAS_FAULTS = {
     "bias of another slot": ("token_expert_indices[token * k + lane_id()] :", "token_expert_indices[token * k] :"),
     "biases of four slots alone": ("slot < k; slot += IN_FLIGHT", "slot < 1; slot += IN_FLIGHT"),
-    "bias not times the gate": ("add_rows(bias + first, expert_of_lane, gate,", "add_rows(bias + first, expert_of_lane, 1,"),
+    "bias not times the gate": ("expert_of_lane, gate, slot,", "expert_of_lane, 1, slot,"),
     "part of the bias that begins elsewhere": ("add_rows(bias + first,", "add_rows(bias,"),
     "gates without the bias": ("d_gates[slot] += term", "d_gates[slot] += 0.0f * term"),
     "gates of the bias alone": ("d_gates[slot] += term", "d_gates[slot] = term"),
@@ -436,14 +437,17 @@ FAULTY = [
 def test_a_planted_fault_is_caught(version, change):
     sizes = {"2_tiled": {}, "3_mma": {"d": 72, "h": 136}, "7_persistent": {"d": 72, "h": 264}}[version]
     dtype = packed.VERSIONS[version][0]
-    one, executor = step(INTERLEAVED, **sizes).astype(dtype), Planted(gemm.file_of("packed", version), *change, seed=3)
+    one, executor = (
+        rounded(step(INTERLEAVED, **sizes), dtype),
+        Planted(gemm.file_of("packed", version), *change, seed=3),
+    )
     with tiles.trying(SMALL) if version == "3_mma" else nullcontext(), pytest.raises((AssertionError, KernelFault)):
         assert_right(run(version, executor, one), one, dtype)
 
 
 @pytest.mark.parametrize("change", ACTIVATION_FAULTS.values(), ids=ACTIVATION_FAULTS)
 def test_a_planted_fault_of_the_activation_is_caught(change):
-    one, executor = step(INTERLEAVED).astype("float32"), Planted("packed/2_tiled.cu", *change, seed=3)
+    one, executor = rounded(step(INTERLEAVED), "float32"), Planted("packed/2_tiled.cu", *change, seed=3)
     with pytest.raises((AssertionError, KernelFault)):
         assert_right(run("2_tiled", executor, one), one, "float32")
         assert_limits(executor)
@@ -461,11 +465,12 @@ def of_biases(executor):
     gate_of_row[rows] = gates
     biases.sum_rows(executor, y, bias, gates, dispatch, out, first)
     biases.add_to_d_gates(executor, d_out, bias, dispatch, found_gates)
-    gradients = biases.up_gradient(executor, d_ab, dispatch), biases.down_gradient(executor, d_out, gate_of_row, dispatch)
+    of_up = biases.up_gradient(executor, d_ab, dispatch)
+    of_down = biases.down_gradient(executor, d_out, gate_of_row, dispatch)
     weighted = gate_of_row[:, None] * d_out[dispatch.expert_token_indices]
     yield out[:, first:], (gates[..., None] * (y[rows] + bias[ids][..., first:])).sum(1)
     yield found_gates, d_gates + np.einsum("ld,lkd->lk", d_out, bias[ids])
-    for sums, of_rows in zip(gradients, (d_ab, weighted), strict=True):
+    for sums, of_rows in ((of_up, d_ab), (of_down, weighted)):
         yield sums, np.stack([of_rows[rows[ids == expert]].sum(0) for expert in range(E)])
 
 

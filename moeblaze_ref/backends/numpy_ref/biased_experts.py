@@ -72,7 +72,7 @@ def backward(
 
     Experts without rows have gradients of 0.
     """
-    found = Parameters(*(None if one is None else np.zeros_like(one) for one in weights))
+    found = _zeros_like(weights)
     d_x, d_gate = np.zeros_like(x), np.empty(dispatch.R, gates.dtype)
     gate_of_row = expert_down.gate_of_row(gates, dispatch)  # (R, 1)
     w3, d_w3 = _along_depth(weights.down, layout), _along_depth(found.down, layout)
@@ -81,13 +81,18 @@ def backward(
         y_swi, gate = activation_stage.forward.unchecked(a, b, activation), gate_of_row[group]
         d_ungated = d_out[tokens] @ w3[expert].T  # (rows, h)
         d_gate[group] = (d_ungated * y_swi).sum(axis=1)
-        if weights.down_bias is not None:
+        if weights.down_bias is not None and found.down_bias is not None:
             d_gate[group] += d_out[tokens] @ weights.down_bias[expert]
             found.down_bias[expert] = (gate * d_out[tokens]).sum(axis=0)
         d_w3[expert] = (gate * y_swi).T @ d_out[tokens]
         d_hidden = activation_stage.backward.unchecked(gate * d_ungated, a, b, activation)
         d_x[tokens] += _up_gradients(d_hidden, x[tokens], weights, found, expert, activation, layout)
     return Gradients(d_x, found, d_gate[dispatch.token_index_map].reshape(gates.shape))
+
+
+def _zeros_like(weights: Parameters) -> Parameters:
+    biases = [None if bias is None else np.zeros_like(bias) for bias in (weights.gate_up_bias, weights.down_bias)]
+    return Parameters(np.zeros_like(weights.gate_up), np.zeros_like(weights.down), *biases)
 
 
 def _up_gradients(d_hidden, rows, weights, found, expert, activation, layout):
@@ -107,7 +112,8 @@ def _projections(rows, weights, expert, activation, layout):
     """a and b (rows, h) of an expert's rows; b is None for the ungated activations."""
     found = [rows @ w[expert] for w in _up(weights.gate_up, activation, layout)]
     if weights.gate_up_bias is not None:
-        found = [sums + bias[expert] for sums, bias in zip(found, _up_bias(weights.gate_up_bias, activation, layout), strict=True)]
+        biases = _up_bias(weights.gate_up_bias, activation, layout)
+        found = [sums + bias[expert] for sums, bias in zip(found, biases, strict=True)]
     return found if len(found) == 2 else (found[0], None)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.structures import Array, Dispatch
-from moeblaze_ref.runtime import Executor, Module, ceil_div, widest_pack
+from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
+from moeblaze_ref.runtime.source import Module
 
 _FILE = "packed/biases.cu"
 
@@ -41,9 +42,9 @@ NONE = Biases()
 def sum_rows(
     executor: Executor, y: Array, bias: Array, gates: Array, dispatch: Dispatch, out: Array, first: int = 0
 ) -> None:
-    """Each token's sum of gates * (y + bias), as `gemm.sum_rows` sums: y is (R, width), out and the bias have d columns.
+    """Fill columns of ``out`` (L, d) with each token's sum of gates * (y + bias), as `gemm.sum_rows` does.
 
-    y and ``out`` are columns ``first`` and following of the whole.
+    y (R, width) has the columns from ``first`` on; the bias (E, d) has all.
     """
     (L, pitch), width = out.shape, y.shape[1]
     if L * width == 0:

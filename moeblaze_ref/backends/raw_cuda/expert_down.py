@@ -220,7 +220,8 @@ def gates_gradient(
 def gates_of_rows(executor: Executor, dispatch: Dispatch, gates: Array) -> Array:
     """Return the gates (R,) in expert order."""
     gate_of_row = executor.empty((dispatch.R,), "float32")
-    _launch_per_slot(executor, dispatch, "gate_rows", gates=gates, gate_of_row=gate_of_row)
+    if dispatch.slots:
+        _launch_per_slot(executor, dispatch, "gate_rows", gates=gates, gate_of_row=gate_of_row)
     return gate_of_row
 
 
