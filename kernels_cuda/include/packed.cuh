@@ -34,9 +34,9 @@ __device__ __forceinline__ int packed_column(int projection, int j, int h) {
 __device__ __forceinline__ long long packed_at(int row, int projection, int j, int h) {
     return (long long)row * PROJECTIONS * h + packed_column(projection, j, h);
 }
-// A sum of a row with the bias of its expert, for element j of a (projection 0) or of b (1).
-__device__ __forceinline__ float with_bias(float sum, const Scalar* bias, int expert, int projection, int j, int h) {
-    return BIASED ? sum + to_float(bias[packed_at(expert, projection, j, h)]) : sum;
+// A sum with its column's bias, of those of an expert, for element j of a (projection 0) or of b (1).
+__device__ __forceinline__ float with_bias(float sum, const Scalar* biases, int projection, int j, int h) {
+    return BIASED ? sum + to_float(biases[packed_column(projection, j, h)]) : sum;
 }
 // Where gate_up has input i of a column of an expert.
 __device__ __forceinline__ long long up_weight_at(int expert, int i, int column, int d, int h) {

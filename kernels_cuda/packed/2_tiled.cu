@@ -40,12 +40,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const int j = first_column + side, column = packed_column(projection, j, h);
             return j < h ? to_float(gate_up[up_weight_at(tile.expert, p, column, d, h)]) : 0.0f;
         });
+    const Scalar* const biases = bias + packed_at(tile.expert, 0, 0, h);
     sums.each([&](int row, int column, float a_sum, float b_sum) {
         const int j = first_column + column, routed = tile.first + row;
         if (row < tile.rows && j < h)
             store_hidden(ab + packed_at(routed, 0, j, h), ab + packed_at(routed, PROJECTIONS - 1, j, h),
-                         y_swi + (long long)routed * h + j, 0, with_bias(a_sum, bias, tile.expert, 0, j, h),
-                         GATED ? with_bias(b_sum, bias, tile.expert, 1, j, h) : 0.0f);
+                         y_swi + (long long)routed * h + j, 0, with_bias(a_sum, biases, 0, j, h),
+                         GATED ? with_bias(b_sum, biases, 1, j, h) : 0.0f);
     });
 }
 

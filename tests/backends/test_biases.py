@@ -381,10 +381,10 @@ def test_a_token_sums_its_rows_and_then_their_biases_in_the_order_of_the_slots()
 
 UP_FAULTS = {
     "2_tiled": {
-        "bias of the next expert": ("(expert, projection, j, h)])", "((expert + 1) % 4, projection, j, h)])"),
-        "bias of a for b": ("bias, tile.expert, 1, j, h)", "bias, tile.expert, 0, j, h)"),
-        "bias left out of b": ("with_bias(b_sum, bias, tile.expert, 1, j, h)", "b_sum"),
-        "bias subtracted": ("? sum + to_float(bias", "? sum - to_float(bias"),
+        "bias of the next expert": ("packed_at(tile.expert, 0, 0, h)", "packed_at((tile.expert + 1) % 4, 0, 0, h)"),
+        "bias of a for b": ("with_bias(b_sum, biases, 1,", "with_bias(b_sum, biases, 0,"),
+        "bias left out of b": ("with_bias(b_sum, biases, 1, j, h)", "b_sum"),
+        "bias subtracted": ("? sum + to_float(biases", "? sum - to_float(biases"),
     },
     "3_mma": {
         "bias of the first expert": ("bias + (long long)expert *", "bias + 0 *"),
