@@ -43,7 +43,7 @@ struct NothingMore {
 template <class WeightOf, class Finish = NothingMore>
 __device__ __forceinline__ void sum_rows_of_token(const Scalar* rows, const int* token_index_map, Scalar* out,
                                                   long long token, int d, int k, WeightOf weight_of,
-                                                  Finish finish = {}) {
+                                                  Finish finish = Finish()) {
     const bool has_slot = lane_id() < k;
     const long long slot = token * k + lane_id();
     const int row_of_lane = has_slot ? token_index_map[slot] : EMPTY;

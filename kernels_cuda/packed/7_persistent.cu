@@ -89,7 +89,8 @@ struct Hidden {
     }
 };
 
-// Adds the biases, if there are any, to the sums that a consumer holds: of each chunk of columns a thread has two, of two rows.
+// Adds the biases, if there are any, to the sums that a consumer holds. A thread has two columns of each chunk, of two
+// rows.
 struct AddBiases {
     const Scalar* bias;
     int h;

@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
 // The whole block.
 template <class Roles, class Shared, class Tiles, class Load, class Store, class Finish = NothingMore>
 __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store,
-                                               Finish finish = {}) {
+                                               Finish finish = Finish()) {
     open_barriers<Roles>(shared);
     if (warp_id() >= Roles::FIRST_CONSUMER) {
         if constexpr (Roles::CROWDED) registers_up<Roles::CONSUMER_REGISTERS>();
