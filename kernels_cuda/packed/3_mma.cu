@@ -49,7 +49,7 @@ __device__ __forceinline__ Lines<false> up_lines(const Scalar* gate_up, int expe
 // Adds the biases, if there are any, to sums of eight neighbouring columns; `column` of an expert's is the first.
 __device__ __forceinline__ void add_biases(float (&sums)[8], const Scalar* bias, int expert, int column, int h) {
     if (!BIASED) return;
-    const Eight biases(bias + (long long)expert * PROJECTIONS * h + column);
+    const Eight biases(bias + packed_at(expert, 0, 0, h) + column);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sums[i] += to_float(biases.values[i]);
 }

@@ -97,7 +97,7 @@ struct AddBiases {
 
     __device__ __forceinline__ void operator()(const RowTile& tile, float (&sums)[TILE_COLUMNS / 2]) const {
         if (!BIASED) return;
-        const Scalar* const of_expert = bias + (long long)tile.expert * PROJECTIONS * h;
+        const Scalar* const of_expert = bias + packed_at(tile.expert, 0, 0, h);
 #pragma unroll
         for (int first = 0; first < TILE_COLUMNS; first += CHUNK) {
             const int result = first / PANEL % RESULTS;

@@ -8,9 +8,9 @@
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    Scalar storage type of s bytes; THREADS per block (whole warps); PACK neighbouring columns that a lane
 //              moves at once, which divides every width, pitch and first.
-// Determinism  Same input, same bits. combine_biased adds a token's rows of y in the order of the slots, then their
-//              biases in that order. d_up_bias and d_down_bias: warp w adds rows w, w + W, ... of an expert in order,
-//              then the warps' sums are added in order; W is THREADS / 32. An expert without rows has a gradient of 0.
+// Determinism  Same input, same bits. combine_biased adds a token's rows of y slot by slot, then their biases slot by
+//              slot. d_up_bias and d_down_bias: warp w adds rows w, w + W, ... of an expert one by one, then the warps'
+//              sums are added one by one; W is THREADS / 32. An expert without rows has a gradient of 0.
 //
 // kernel          grid                          block    shared bytes
 //                 bytes read                                     bytes written
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_to_d_gates(const Scalar* d_out, const Scalar* bias, const int* token_expert_indices, float* d_gates, int R,
                    int d, int k) {
-    const long long slot = (long long)blockIdx.x * (THREADS / WARP) + warp_id();
+    const long long slot = blockIdx.x * (THREADS / WARP) + warp_id();
     if (slot >= R) return;
     const long long expert = token_expert_indices[slot];
     if (expert == EMPTY) return;

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.backends.raw_cuda import combine, expert_down, gemm
+from moeblaze_ref.backends.raw_cuda import biases, combine, expert_down, gemm
 from moeblaze_ref.backends.registry import BACKENDS, OpenStage, refusal
 from moeblaze_ref.runtime import Executor
 from moeblaze_ref.verify import comparisons
@@ -65,7 +65,22 @@ def run_every_kernel(executor: Executor):
         for stage in ("expert_up", "expert_down", "block_sparse"):  # blocks that take more than one tile
             case = comparisons.overflowing(stage, executor.multiprocessors)[-1]
             comparisons.RUN[stage](opened(stage, gemm.HOPPER), case.astype("bfloat16"))
+    _run_biases(executor)
     _run_lessons(executor)
+
+
+def _run_biases(executor: Executor):
+    """Launch the kernels of biases, of rows that are no multiple of a block's."""
+    case = cases()[0].astype("float32")
+    dispatch = build_by_sort(case.topk_experts, case.E)
+    y, d_gates = case.x[dispatch.expert_token_indices], case.logits[:, : case.k].copy()
+    gates, routes = executor.from_numpy(d_gates), dispatch.map(executor.from_numpy)
+    for dtype in gemm.WIDE:
+        d_out, rows, bias = [executor.from_numpy(array.astype(dtype)) for array in (case.x, y, case.x[: case.E])]
+        biases.sum_rows(executor, rows, bias, gates, routes, executor.empty(d_out.shape, dtype))
+        biases.add_to_d_gates(executor, d_out, bias, routes, executor.from_numpy(d_gates))
+        biases.up_gradient(executor, rows, routes)
+        biases.down_gradient(executor, d_out, expert_down.gates_of_rows(executor, routes, gates), routes)
 
 
 def _run_lessons(executor: Executor):

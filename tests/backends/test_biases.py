@@ -387,12 +387,12 @@ UP_FAULTS = {
         "bias subtracted": ("? sum + to_float(biases", "? sum - to_float(biases"),
     },
     "3_mma": {
-        "bias of the first expert": ("bias + (long long)expert *", "bias + 0 *"),
+        "bias of the first expert": ("bias + packed_at(expert, 0,", "bias + packed_at(0, 0,"),
         "bias of the first columns": ("tile.expert, r * h + first_column + column", "tile.expert, r * h + column"),
         "one bias for eight columns": ("to_float(biases.values[i])", "to_float(biases.values[0])"),
     },
     "7_persistent": {
-        "bias of the first expert": ("bias + (long long)tile.expert *", "bias + 0 *"),
+        "bias of the first expert": ("bias + packed_at(tile.expert, 0,", "bias + packed_at(0, 0,"),
         "bias of the first tile": ("= tile.column + first / PANEL", "= first / PANEL"),
         "bias of the neighbour": ("pair[i % 2]", "pair[i / 2]"),
         "bias of half a tile": ("first < TILE_COLUMNS; first += CHUNK", "first < TILE_COLUMNS / 2; first += CHUNK"),

@@ -13,7 +13,10 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.verify.check import Row, unavailable
 from moeblaze_ref.verify.large.cases import BOUNDS, Case
 
-PARTS = {"simt": ("gating", "dispatch", "combine", "experts", "corners", "block_sparse"), "numba": ("numba_kernels",)}
+PARTS = {
+    "simt": ("gating", "dispatch", "combine", "experts", "corners", "block_sparse", "biases"),
+    "numba": ("numba_kernels",),
+}
 
 
 def every_case(backend: str = "simt") -> list[Case]:
