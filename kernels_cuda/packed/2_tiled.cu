@@ -13,10 +13,10 @@
 // kernel     grid                              block    shared bytes
 //            bytes read                                                bytes written
 // expert_up  R / 64 + min(E, R), ceil(h / 64)  THREADS  268 + 4352 (1 + G)
-//            8 E blocks + 4 R C + s R d C + s d h G tiles + s R h G B  s R h (G P + Y)
+//            8 E blocks + 4 R C + s R d C + s d h G tiles + s R h G U  s R h (G P + Y)
 // d_hidden   R / 64 + min(E, R), ceil(h / 64)  THREADS  25612
 //            8 E blocks + 8 R C + s R d C + s d h tiles + s R h G      s R h (1 + G) + 4 R C
-// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; B is BIASED. G is 2 with a
+// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; U is BIASED. G is 2 with a
 // gated activation, else 1; C = ceil(h / 64); tiles is the sum over the experts of ceil(rows / 64); blocks is the
 // whole grid. 2 R d h G FLOPs in expert_up, 2 R d h in d_hidden. Bound: shared memory.
 #include "expert_rows.cuh"

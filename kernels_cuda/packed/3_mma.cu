@@ -18,11 +18,11 @@
 //            bytes read                                                        bytes written
 // expert_up  R / TILE_ROWS + min(E, R), ceil(G h / TILE_COLUMNS)  THREADS
 //            12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
-//            8 E blocks + 4 K R C + s R d C + s d h G tiles + s R h G B        s R h (G P + Y)
+//            8 E blocks + 4 K R C + s R d C + s d h G tiles + s R h G U        s R h (G P + Y)
 // d_hidden   R / TILE_ROWS + min(E, R), ceil(h / TILE_COLUMNS)    THREADS
 //            12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS) + 4 TILE_ROWS TILE_COLUMNS / WARP_COLUMNS
 //            8 E blocks + 4 K R J + s R d J + s d h tiles + s R h G + R h / 2  s R h (1 + G) + 4 R J
-// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; B is BIASED; G is 2 with a
+// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; U is BIASED; G is 2 with a
 // gated activation, else 1. C = ceil(G h / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS). A line's number in a list is read
 // for each 16 bytes of it: K = s TILE_DEPTH / 16 of a stage; a gate for each eight elements of its row. tiles is the
 // sum over the experts of ceil(rows / TILE_ROWS); blocks is the whole grid. 2 R d h G FLOPs in expert_up, 2 R d h in

@@ -16,12 +16,12 @@
 //            bytes read
 //            bytes written
 // expert_up  multiprocessors  384    230592
-//            1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles + 128 B h G tiles
+//            1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles + 128 U h G tiles
 //            2 R h (G P + Y)
 // d_hidden   multiprocessors  512    230592
 //            2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G
 //            2 R h (1 + G) + 4 R C
-// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; B is BIASED; G is 2 with a
+// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; U is BIASED; G is 2 with a
 // gated activation, else 1. C = ceil(h / 256). blocks is the whole grid; tiles is the sum over the experts of
 // ceil(rows / 128). Threads that follow the tiles read all ends of the experts' rows, idle producers the first alone.
 // 2 R d h G FLOPs in expert_up, 2 R d h in d_hidden. Bound: tensor cores.
