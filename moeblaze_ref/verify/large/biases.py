@@ -32,8 +32,8 @@ def _combine() -> Case:
     expected = {"out": [(np.s_[-1:], exactly(gates) @ (exactly(y) + exactly(bias)[experts]))]}
 
     def call(executor: Executor) -> None:
-        arrays = [executor.empty(shape, "float32") for shape in ((L * k, d), (2, d), (L, k))]
-        biases.sum_rows(executor, *arrays, dispatch_of(executor, L, 2, k), executor.empty((L, d), "float32"))
+        y, bias, gates, out = [executor.empty(shape, "float32") for shape in ((L * k, d), (2, d), (L, k), (L, d))]
+        biases.sum_rows(executor, y, bias, gates, dispatch_of(executor, L, 2, k), out)
 
     return _case(f"R d and L d: L={L}, k={k}, d={d}", Launch("combine_biased", last_block, given, expected), call)
 
@@ -47,8 +47,8 @@ def _add_to_d_gates() -> Case:
     expected = {"d_gates": [(np.s_[-1:], before + exactly(d_out) @ exactly(bias))]}
 
     def call(executor: Executor) -> None:
-        arrays = [executor.empty((rows, d), "float32") for rows in (L, E)]
-        biases.add_to_d_gates(executor, *arrays, dispatch_of(executor, L, E, 1), executor.empty((L, 1), "float32"))
+        d_out, bias, d_gates = [executor.empty(shape, "float32") for shape in ((L, d), (E, d), (L, 1))]
+        biases.add_to_d_gates(executor, d_out, bias, dispatch_of(executor, L, E, 1), d_gates)
 
     return _case(f"L d and E d: L={L}, E={E}, d={d}", Launch("add_to_d_gates", last_block, given, expected), call)
 
