@@ -181,7 +181,7 @@ def header_symbols(version, case, tile=None):
     s, G = np.dtype(case.x.dtype).itemsize, 1 + is_gated(case.activation)
     symbols = {
         **{"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256},
-        **{"s": s, "G": G, "P": 1, "Y": 1},
+        **{"s": s, "G": G, "P": 1, "Y": 1, "U": 0},
         **{"C": -(-h // columns), "D": -(-d // columns), "W": -(-d // 128)},
     }
     if version in gemm.TEACHING:

@@ -161,7 +161,7 @@ def python_definitions(file):
 def cuda_functions(file, kind=""):
     """Names that a CUDA file defines as functions; only those that follow ``kind``, such as KERNEL."""
     code = re.sub(r"//[^\n]*|/\*.*?\*/|__launch_bounds__\([^()]*\)", "", file.read_text(), flags=re.DOTALL)
-    return set(re.findall(kind + r"\b(\w+)\s*\([^(){};]*\)\s*\{", code))
+    return set(re.findall(kind + r"\b(\w+)\s*\((?:[^){};]|\(\))*\)\s*\{", code))  # a default may be a call: Finish()
 
 
 # Names --------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,20 @@
-// The eight activations: a function, its slope, and whether it multiplies by b = x w2.
+// The activations: a function, its slope, and whether it multiplies by a factor that b = x w2 makes.
 //
-// Source  MoEBlaze, section 5, for SwiGLU and its derivative. A kernel is compiled for one of
-//         them (-DACTIVATION=swiglu), so its inner loop has no branch on the choice.
+// Source  MoEBlaze, section 5, for SwiGLU and its derivative; gpt-oss in transformers 5.23 for clamped_swiglu.
+//         A kernel is compiled for one of them (-DACTIVATION=swiglu), so its inner loop has no branch on the choice.
 // Runs everywhere.
 #pragma once
 #include "ptx.cuh"
 
 __device__ __forceinline__ float sigmoid(float a) { return fast_reciprocal(1.0f + fast_exp2(-1.44269504f * a)); }
 
-struct silu {
+// The factor is b itself.
+struct plain_factor {
+    static __device__ float factor(float b) { return b; }
+    static __device__ float factor_slope(float) { return 1.0f; }
+};
+
+struct silu : plain_factor {
     static constexpr bool gated = false;
     static __device__ float act(float a) { return a * sigmoid(a); }
     static __device__ float slope(float a) {
@@ -17,7 +23,7 @@ struct silu {
     }
 };
 
-struct gelu {
+struct gelu : plain_factor {
     static constexpr bool gated = false;
     static __device__ float cdf(float a) { return 0.5f * erfcf(-0.70710678f * a); }
     static __device__ float act(float a) { return a * cdf(a); }
@@ -25,7 +31,7 @@ struct gelu {
 };
 
 // 0.5 (1 + tanh u) is the sigmoid of 2u: a SiLU of a bent argument.
-struct gelu_tanh {
+struct gelu_tanh : plain_factor {
     static constexpr bool gated = false;
     static constexpr float SCALE = 1.59576912f, CUBIC = 0.044715f;  // 2 sqrt(2 / pi)
     static __device__ float bent(float a) { return SCALE * (a + CUBIC * a * a * a); }
@@ -36,13 +42,13 @@ struct gelu_tanh {
     }
 };
 
-struct relu {
+struct relu : plain_factor {
     static constexpr bool gated = false;
     static __device__ float act(float a) { return fmaxf(a, 0.0f); }
     static __device__ float slope(float a) { return a > 0.0f ? 1.0f : 0.0f; }  // 0 at the kink, as in torch
 };
 
-struct relu2 {
+struct relu2 : plain_factor {
     static constexpr bool gated = false;
     static __device__ float act(float a) { return relu::act(a) * relu::act(a); }
     static __device__ float slope(float a) { return 2.0f * relu::act(a); }
@@ -56,4 +62,19 @@ struct geglu : gelu {
 };
 struct reglu : relu {
     static constexpr bool gated = true;
+};
+
+// a and b are clamped, and b gets 1 more: clamped a * sigmoid(ALPHA * clamped a) * (clamped b + 1). As in torch, a
+// gradient passes at a limit, and NaN stays NaN.
+struct clamped_swiglu {
+    static constexpr bool gated = true;
+    static constexpr float ALPHA = 1.702f, LIMIT = 7.0f;
+    static __device__ float at_most(float a) { return a > LIMIT ? LIMIT : a; }
+    static __device__ float act(float a) { return at_most(a) * sigmoid(ALPHA * at_most(a)); }
+    static __device__ float slope(float a) {
+        const float s = sigmoid(ALPHA * a);
+        return a > LIMIT ? 0.0f : s * (1.0f + ALPHA * a * (1.0f - s));
+    }
+    static __device__ float factor(float b) { return (b < -LIMIT ? -LIMIT : at_most(b)) + 1.0f; }
+    static __device__ float factor_slope(float b) { return fabsf(b) > LIMIT ? 0.0f : 1.0f; }
 };

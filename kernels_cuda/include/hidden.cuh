@@ -9,7 +9,7 @@ constexpr bool GATED = ACTIVATION::gated;
 // y_swi from a and b as they are stored, so that rebuilding it later gives the same bits.
 __device__ __forceinline__ float hidden_activation(float a, float b) {
     const float act_a = ACTIVATION::act(a);
-    return GATED ? act_a * b : act_a;
+    return GATED ? act_a * ACTIVATION::factor(b) : act_a;
 }
 
 // What the up-projection stores is decided at compile time, by the save policy: the projections for the backward,
@@ -60,7 +60,8 @@ struct HiddenGradient {
 };
 __device__ __forceinline__ HiddenGradient hidden_gradient(float a, float b, float d, float gate) {
     const float y = hidden_activation(a, b), slope = ACTIVATION::slope(a), d_y = gate * d;
-    return {GATED ? d_y * b * slope : d_y * slope, d_y * ACTIVATION::act(a), gate * y, d * y};
+    const float d_a = GATED ? d_y * ACTIVATION::factor(b) * slope : d_y * slope;
+    return {d_a, d_y * ACTIVATION::act(a) * ACTIVATION::factor_slope(b), gate * y, d * y};
 }
 
 // The same, from where a and b lie to where the gradients do. Returns the term of the gate's gradient.

@@ -7,18 +7,18 @@
 // Idea         The kernels expert_up and d_hidden of version 2, with their operands where LAYOUT says. The other
 //              four products are theirs as they are: d_ab is a matrix, and gate_up another.
 // Runs on      sm_80 and newer; SIMT executor.
-// Constants    Scalar storage of s bytes, ACTIVATION, LAYOUT, THREADS = 256 per block.
+// Constants    Scalar storage of s bytes, ACTIVATION, LAYOUT, BIASED, THREADS = 256 per block.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order, d_gates tile by tile.
 //
 // kernel     grid                              block    shared bytes
-//            bytes read                                            bytes written
+//            bytes read                                                bytes written
 // expert_up  R / 64 + min(E, R), ceil(h / 64)  THREADS  268 + 4352 (1 + G)
-//            8 E blocks + 4 R C + s R d C + s d h G tiles          s R h (G P + Y)
+//            8 E blocks + 4 R C + s R d C + s d h G tiles + s R h G U  s R h (G P + Y)
 // d_hidden   R / 64 + min(E, R), ceil(h / 64)  THREADS  25612
-//            8 E blocks + 8 R C + s R d C + s d h tiles + s R h G  s R h (1 + G) + 4 R C
-// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out. G is 2 with a gated
-// activation, else 1; C = ceil(h / 64); tiles is the sum over the experts of ceil(rows / 64); blocks is the whole
-// grid. 2 R d h G FLOPs in expert_up, 2 R d h in d_hidden. Bound: shared memory.
+//            8 E blocks + 8 R C + s R d C + s d h tiles + s R h G      s R h (1 + G) + 4 R C
+// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; U is BIASED. G is 2 with a
+// gated activation, else 1; C = ceil(h / 64); tiles is the sum over the experts of ceil(rows / 64); blocks is the
+// whole grid. 2 R d h G FLOPs in expert_up, 2 R d h in d_hidden. Bound: shared memory.
 #include "expert_rows.cuh"
 #include "packed.cuh"
 #include "tiled_matmul.cuh"
@@ -26,7 +26,7 @@
 // Section 5, Algorithm 1: both projections from one tile of x, the activation on the sums.
 extern "C" __global__ void __launch_bounds__(THREADS)
     expert_up(const Scalar* x, const Scalar* gate_up, const int* expert_token_indices, const int* expert_token_offsets,
-              Scalar* ab, Scalar* y_swi, int d, int h, int E) {
+              Scalar* ab, Scalar* y_swi, int d, int h, int E, const Scalar* bias) {
     const RowTile tile = find_row_tile<TILE>(expert_token_offsets, E, blockIdx.x);
     if (tile.rows == 0) return;
     __shared__ int tokens[TILE];
@@ -40,11 +40,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const int j = first_column + side, column = packed_column(projection, j, h);
             return j < h ? to_float(gate_up[up_weight_at(tile.expert, p, column, d, h)]) : 0.0f;
         });
+    const Scalar* const biases = bias + packed_at(tile.expert, 0, 0, h);
     sums.each([&](int row, int column, float a_sum, float b_sum) {
         const int j = first_column + column, routed = tile.first + row;
         if (row < tile.rows && j < h)
             store_hidden(ab + packed_at(routed, 0, j, h), ab + packed_at(routed, PROJECTIONS - 1, j, h),
-                         y_swi + (long long)routed * h + j, 0, a_sum, b_sum);
+                         y_swi + (long long)routed * h + j, 0, with_bias(a_sum, biases, 0, j, h),
+                         GATED ? with_bias(b_sum, biases, 1, j, h) : 0.0f);
     });
 }
 

@@ -9,8 +9,8 @@
 //              fragments. Where columns of a and b alternate, a tile is one product of neighbouring pairs of a and b.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    Scalar of s bytes: __half, __nv_bfloat16, or float, which is multiplied as tf32; ACTIVATION; LAYOUT;
-//              TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and BAND, see mma_matmul.cuh;
-//              THREADS, a warp for each of its parts of a tile. d and h are multiples of 8.
+//              BIASED; TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and BAND, see
+//              mma_matmul.cuh; THREADS, a warp for each of its parts of a tile. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid                                                 block
@@ -18,14 +18,14 @@
 //            bytes read                                                        bytes written
 // expert_up  R / TILE_ROWS + min(E, R), ceil(G h / TILE_COLUMNS)  THREADS
 //            12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
-//            8 E blocks + 4 K R C + s R d C + s d h G tiles                    s R h (G P + Y)
+//            8 E blocks + 4 K R C + s R d C + s d h G tiles + s R h G U        s R h (G P + Y)
 // d_hidden   R / TILE_ROWS + min(E, R), ceil(h / TILE_COLUMNS)    THREADS
 //            12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS) + 4 TILE_ROWS TILE_COLUMNS / WARP_COLUMNS
 //            8 E blocks + 4 K R J + s R d J + s d h tiles + s R h G + R h / 2  s R h (1 + G) + 4 R J
-// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a gated
-// activation, else 1. C = ceil(G h / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS). A line's number in a list is read for
-// each 16 bytes of it: K = s TILE_DEPTH / 16 of a stage; a gate for each eight elements of its row. tiles is the sum
-// over the experts of ceil(rows / TILE_ROWS); blocks is the whole grid. 2 R d h G FLOPs in expert_up, 2 R d h in
+// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; U is BIASED; G is 2 with a
+// gated activation, else 1. C = ceil(G h / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS). A line's number in a list is read
+// for each 16 bytes of it: K = s TILE_DEPTH / 16 of a stage; a gate for each eight elements of its row. tiles is the
+// sum over the experts of ceil(rows / TILE_ROWS); blocks is the whole grid. 2 R d h G FLOPs in expert_up, 2 R d h in
 // d_hidden. Bound: tensor cores; on Hopper, shared memory.
 #include "expert_rows.cuh"
 #include "mma_hidden.cuh"
@@ -44,6 +44,14 @@ __device__ __forceinline__ Lines<false> up_lines(const Scalar* gate_up, int expe
     const Scalar* const begin = gate_up + up_weight_at(expert, 0, result * h + first_column, d, h);
     if (LAYOUT::TRANSPOSED) return {begin, d, count, d};
     return {begin, columns, d, count};
+}
+
+// Adds the biases, if there are any, to sums of eight neighbouring columns; `column` of an expert's is the first.
+__device__ __forceinline__ void add_biases(float (&sums)[8], const Scalar* bias, int expert, int column, int h) {
+    if (!BIASED) return;
+    const Eight biases(bias + packed_at(expert, 0, 0, h) + column);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i] += to_float(biases.values[i]);
 }
 
 // Eight neighbours of a and of b, rounded and stored; `j` of the row's h elements is the first.
@@ -75,7 +83,7 @@ __device__ __forceinline__ void store_alternating(Scalar* ab, Scalar* y_swi, int
 // Section 5, Algorithm 1: both projections from one tile of x, the activation on the sums.
 extern "C" __global__ void __launch_bounds__(THREADS)
     expert_up(const Scalar* x, const Scalar* gate_up, const int* expert_token_indices, const int* expert_token_offsets,
-              Scalar* ab, Scalar* y_swi, int d, int h, int E) {
+              Scalar* ab, Scalar* y_swi, int d, int h, int E, const Scalar* bias) {
     const Place place = place_in_bands();
     const RowTile& tile = find_row_tile<TILE_ROWS>(expert_token_offsets, E, place.row_tile);
     if (tile.rows == 0) return;
@@ -87,9 +95,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         weights[result] = up_lines(gate_up, tile.expert, result, first_column, d, h);
     WarpResults<RESULTS> sums;
     mma_matmul<Along::DEPTH, UP_ALONG>(sums, d, rows, weights);
-    sums.each(load_nothing, [&](int, int row, int column, const float (&values)[RESULTS][8], Nothing) {
+    sums.each(load_nothing, [&](int, int row, int column, float (&values)[RESULTS][8], Nothing) {
         const int j = (first_column + column) / MERGED;
         if (row >= tile.rows || j >= h) return;
+#pragma unroll
+        for (int r = 0; r < RESULTS; ++r) add_biases(values[r], bias, tile.expert, r * h + first_column + column, h);
         if constexpr (LAYOUT::INTERLEAVED)
             store_alternating(ab, y_swi, tile.first + row, j, h, values[0]);
         else

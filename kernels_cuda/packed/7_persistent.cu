@@ -8,18 +8,21 @@
 //              neighbours lie along the depth comes in boxes along it, and wgmma reads it along K; the other one in
 //              boxes along its columns, along N. Where columns alternate, a tile is one product.
 // Runs on      sm_90a; SIMT executor.
-// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; LAYOUT; STORE_PROJECTIONS and STORE_Y_SWI. d and h are
-//              multiples of 8.
+// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; LAYOUT; BIASED; STORE_PROJECTIONS and STORE_Y_SWI. d and h
+//              are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid             block  shared bytes
-//            bytes read                                                              bytes written
+//            bytes read
+//            bytes written
 // expert_up  multiprocessors  384    230592
-//            1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles    2 R h (G P + Y)
+//            1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles + 128 U h G tiles
+//            2 R h (G P + Y)
 // d_hidden   multiprocessors  512    230592
-//            2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G  2 R h (1 + G) + 4 R C
-// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a gated
-// activation, else 1. C = ceil(h / 256). blocks is the whole grid; tiles is the sum over the experts of
+//            2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G
+//            2 R h (1 + G) + 4 R C
+// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; U is BIASED; G is 2 with a
+// gated activation, else 1. C = ceil(h / 256). blocks is the whole grid; tiles is the sum over the experts of
 // ceil(rows / 128). Threads that follow the tiles read all ends of the experts' rows, idle producers the first alone.
 // 2 R d h G FLOPs in expert_up, 2 R d h in d_hidden. Bound: tensor cores.
 #include "hopper/grouped_matmul.cuh"
@@ -86,13 +89,35 @@ struct Hidden {
     }
 };
 
+// Adds the biases, if there are any, to the sums that a consumer holds. A thread has two columns of each chunk, of two
+// rows.
+struct AddBiases {
+    const Scalar* bias;
+    int h;
+
+    __device__ __forceinline__ void operator()(const RowTile& tile, float (&sums)[TILE_COLUMNS / 2]) const {
+        if (!BIASED) return;
+        const Scalar* const of_expert = bias + packed_at(tile.expert, 0, 0, h);
+#pragma unroll
+        for (int first = 0; first < TILE_COLUMNS; first += CHUNK) {
+            const int result = first / PANEL % RESULTS;
+            const int column = tile.column + first / PANEL / RESULTS * PANEL + first % PANEL + lane_id() % 4 * 2;
+            if (column >= PROJECTIONS / RESULTS * h) continue;
+            float pair[2];
+            unpack<Scalar>(*reinterpret_cast<const unsigned*>(of_expert + result * h + column), pair);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[first / CHUNK * 4 + i] += pair[i % 2];
+        }
+    }
+};
+
 // Section 5, Algorithm 1: both projections from one tile of x, the activation on the sums. The maps are those of the
 // columns of w1 and w2, or twice that of both.
 using UpRoles = WarpRoles<2, 2, true, false, !LAYOUT::TRANSPOSED>;
 extern "C" __global__ void __launch_bounds__(UpRoles::BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* ab, Scalar* y_swi, int d, int h,
-              int E) {
+              int E, const Scalar* bias) {
     auto& shared = shared_memory<Shared<3, 1>>();
     grouped_matmul<UpRoles>(
         shared, RowTiles(expert_token_offsets, E, ALTERNATING ? 2 * h : h, WIDTH, d),
@@ -113,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(UpRoles::BLOCK, 1)
                 }
             };
         },
-        Hidden{ab, y_swi, h});
+        Hidden{ab, y_swi, h}, AddBiases{bias, h});
 }
 
 // ---- d_ab from d_out down^T ------------------------------------------------------------------------

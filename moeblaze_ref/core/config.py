@@ -12,6 +12,9 @@ from moeblaze_ref.core import checks
 GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 UNGATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 ACTIVATIONS = GATED_ACTIVATIONS + UNGATED_ACTIVATIONS
+CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss's: of `nn.experts` alone, since both projections go through a function
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, CLAMPED_SWIGLU)
+CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0  # its factor in the sigmoid, and where it clamps
 GELU_CUBIC = 0.044715  # of the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415)
 
 # What is kept between forward and backward, besides x, the Dispatch and the gates.
@@ -26,14 +29,14 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def is_gated(activation: str) -> bool:
-    """Whether ``activation`` multiplies by a second projection b = x w2.
+    """Whether ``activation``, one of ``EXPERT_ACTIVATIONS``, has a second projection b = x w2.
 
     Raises
     ------
     ValueError
         If there is no such activation; the message proposes the nearest name.
     """
-    return checks.check_name("activation", activation, ACTIVATIONS) in GATED_ACTIVATIONS
+    return checks.check_name("activation", activation, EXPERT_ACTIVATIONS) in (*GATED_ACTIVATIONS, CLAMPED_SWIGLU)
 
 
 def even_counts(rows: int, num_experts: int) -> tuple[int, ...]:

@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.core.config import CLAMPED_SWIGLU, POLICIES
+from moeblaze_ref.nn.activations import activate
 from moeblaze_ref.nn.torch_experts import experts
 from moeblaze_ref.nn.torch_operands import DTYPES
 
@@ -58,7 +61,8 @@ def use(model: Any, policy: str = "minimal") -> InUse:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        With experts in one of transformers' layouts: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GLM-4.5, Llama 4.
+        With experts in one of transformers' layouts: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, GLM-4.5, Llama 4,
+        gpt-oss.
     policy : str
         What the experts keep for the backward, one of ``config.POLICIES``.
 
@@ -71,7 +75,7 @@ def use(model: Any, policy: str = "minimal") -> InUse:
     ------
     ValueError
         If the policy is unknown, the model has no experts that can be switched, or what they compute is not ours: an
-        activation, biases, a norm, or the layout of their weights.
+        activation, a norm, or the layout of their weights.
     TypeError
         If their weights have a dtype that the kernels do not compute in, such as those of a quantised model.
     """
@@ -99,10 +103,11 @@ def _llama4_blocks(model: nn.Module) -> Iterator[Any]:
 def _check(module: Any) -> None:
     """Check that an experts module computes what our experts do."""
     name = type(module).__name__
-    wanted = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_concatenated": True}
-    for attribute, value in wanted.items():
+    for attribute, value in {"has_gate": True, "has_post_expert_norm": False}.items():
         if getattr(module, attribute, value) != value:
             raise ValueError(f"{name} has {attribute}={not value}, but our experts run those with {value} alone")
+    if getattr(module, "is_concatenated", True) is False and not module.is_transposed:
+        raise ValueError(f"{name} has alternating rows of gate and up, but our experts run alternating columns alone")
     _activation(module)
     for weight, parameter in module.named_parameters():
         if parameter.dtype not in DTYPES:
@@ -112,11 +117,43 @@ def _check(module: Any) -> None:
 
 def _activation(module: Any) -> str:
     """Our name of an experts module's activation."""
+    name = type(module).__name__
+    if _has_own_gate(module):
+        if not _is_clamped_swiglu(module):
+            raise ValueError(f"{name} has an activation of its own, other than gpt-oss's with alpha 1.702, limit 7")
+        return CLAMPED_SWIGLU
     kind = type(module.act_fn).__name__
     if kind not in _ACTIVATIONS:
         allowed = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"{type(module).__name__} has the activation {kind}, but it must be one of {allowed}")
+        raise ValueError(f"{name} has the activation {kind}, but it must be one of {allowed}")
     return _ACTIVATIONS[kind]
+
+
+def _has_own_gate(module: Any) -> bool:
+    """Whether a module computes something else than its ``act_fn`` of the gate, times the second projection."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    return getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate
+
+
+_CLAMPED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # modules that were asked
+
+
+def _is_clamped_swiglu(module: Any) -> bool:
+    """Whether it computes gpt-oss's activation; it is asked once, since each forward wants to know."""
+    if module not in _CLAMPED:
+        _CLAMPED[module] = _gives_clamped_swiglu(module)
+    return _CLAMPED[module]
+
+
+@torch.no_grad()
+def _gives_clamped_swiglu(module: Any) -> bool:
+    """Whether it gives the same for gates and second projections on both sides of their limits."""
+    around = torch.linspace(-12.0, 12.0, 97, dtype=torch.float32, device="cpu")
+    gate, up = [grid.flatten()[None] for grid in torch.meshgrid(around, around, indexing="ij")]
+    both = torch.cat([gate, up], 1) if module.is_concatenated else torch.stack([gate, up], 2).flatten(1)
+    found = module._apply_gate(both)
+    return found.shape == gate.shape and torch.allclose(found, activate(gate, up, CLAMPED_SWIGLU), rtol=1e-5, atol=1e-6)
 
 
 def register(policy: str) -> str:
@@ -141,12 +178,19 @@ def _switch(model: Any, policy: str, modules: Sequence[Any]) -> str:
 
 def _run(policy: str, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in place of a module's own forward: (L, d) from (L, d) and a routing (L, k)."""
-    layout = "matmul" if module.is_transposed else "linear"
+    layout = _layout(module)
     first = 0 if module._is_expert_parallel else None
     weights = module.gate_up_proj, module.down_proj
-    return experts(
-        hidden_states, *weights, top_k_index, top_k_weights, _activation(module), policy, layout, first=first
-    )
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else ()
+    routing, names = (top_k_index, top_k_weights), (_activation(module), policy, layout)
+    return experts(hidden_states, *weights, *routing, *names, None, first, *biases)
+
+
+def _layout(module: Any) -> str:
+    """Our name of how a module stores its weights."""
+    if not module.is_transposed:
+        return "linear"
+    return "matmul" if module.is_concatenated else "interleaved"
 
 
 def _run_llama4(block: Any, policy: str, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ Source: MoEBlaze (arXiv 2601.05296), sections 3 and 5.
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.raw_cuda import packed
+from moeblaze_ref.backends.raw_cuda.biases import NONE, Biases
 from moeblaze_ref.backends.raw_cuda.dispatch import build_open
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
+from moeblaze_ref.core.config import EXPERT_ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import torch_node, torch_operands
@@ -50,6 +51,8 @@ def experts(
     layout: str = "linear",
     version: str | None = None,
     first: int | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's chosen experts.
 
@@ -66,7 +69,8 @@ def experts(
     topk_weights : Tensor (L, k), float32, bfloat16 or float16
         What each chosen expert's output is multiplied by.
     activation : str
-        One of ``config.ACTIVATIONS``.
+        One of ``config.EXPERT_ACTIVATIONS``. ``clamped_swiglu`` is gpt-oss's: g * sigmoid(1.702 g) * (u + 1), for a
+        gate g of at most 7 and a second projection u in -7..7. Where one is clamped its gradient is 0.
     policy : str
         What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
     layout : str
@@ -85,11 +89,17 @@ def experts(
         ``first``..``first + E - 1`` are skipped: they add nothing to the output, and their weights have a gradient of
         0. transformers numbers the experts of a rank from 0 and gives all others the id E: ``first=0``. Room is
         allocated for all L * k rows.
+    gate_up_bias : Tensor (E, 2h), optional
+        Of the dtype of x, in the order of gate_up's columns (of its rows in ``linear``); (E, h) for the ungated
+        activations. Not in layout ``separate``; nor is ``down_bias``.
+    down_bias : Tensor (E, d), optional
+        Of the dtype of x.
 
     Returns
     -------
     out : Tensor (..., d)
-        As x. It has gradients for x, the weights and ``topk_weights``, each in the dtype and layout of its tensor.
+        As x. It has gradients for x, the weights, the biases and ``topk_weights``, each in the dtype and layout of its
+        tensor.
 
     Raises
     ------
@@ -105,9 +115,10 @@ def experts(
     -----
     Works under autocast, `torch.utils.checkpoint` and FakeTensorMode as `MoELayer` does. The host waits for the device
     to check the ids. The weights are never copied, but by autocast: one that is not contiguous, or begins at no
-    multiple of 16 bytes, is refused.
+    multiple of 16 bytes, is refused. Biases keep nothing: the sums that need them are made again.
     """
-    arguments = x, gate_up, down, topk_index, topk_weights, activation, policy, layout, version, first
+    routing = topk_index, topk_weights
+    arguments = x, gate_up, down, *routing, activation, policy, layout, version, first, gate_up_bias, down_bias
     if torch.compiler.is_compiling():
         from moeblaze_ref.nn import torch_uncompiled
 
@@ -128,7 +139,9 @@ class Experts(nn.Module):
     activation, policy, layout, version
         As in `experts`; the layout is one of ``linear``, ``matmul`` and ``interleaved``.
     device, dtype : optional
-        Of the parameters gate_up and down.
+        Of the parameters.
+    bias : bool
+        Have the parameters gate_up_bias and down_bias; they begin as 0.
 
     Raises
     ------
@@ -149,6 +162,7 @@ class Experts(nn.Module):
         version: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        bias: bool = False,
     ):
         super().__init__()
         for name, size in {"E": E, "d": d, "h": h}.items():
@@ -161,17 +175,23 @@ class Experts(nn.Module):
         up, down = LAYOUTS[layout].shapes(E, d, h, is_gated(activation))
         self.gate_up = nn.Parameter(torch.randn(up, device=device, dtype=dtype) * d**-0.5)
         self.down = nn.Parameter(torch.randn(down, device=device, dtype=dtype) * h**-0.5)
+        self.gate_up_bias, self.down_bias = [
+            nn.Parameter(torch.zeros(E, width, device=device, dtype=dtype)) if bias else None
+            for width in (h * (1 + is_gated(activation)), d)
+        ]
 
     def forward(self, x: Tensor, topk_index: Tensor, topk_weights: Tensor, first: int | None = None) -> Tensor:
         """The output (..., d) for x (..., d) and a routing (L, k), as `experts` takes them."""
         names = self.activation, self.policy, self.layout, self.version
-        return experts(x, self.gate_up, self.down, topk_index, topk_weights, *names, first)
+        biases = self.gate_up_bias, self.down_bias
+        return experts(x, self.gate_up, self.down, topk_index, topk_weights, *names, first, *biases)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
         E = self.gate_up.shape[0]
         d, h = LAYOUTS[self.layout].widths(self.gate_up, is_gated(self.activation))
-        return f"E={E}, d={d}, h={h}, activation={self.activation}, policy={self.policy}, layout={self.layout}"
+        sizes = f"E={E}, d={d}, h={h}, bias={self.down_bias is not None}"
+        return f"{sizes}, activation={self.activation}, policy={self.policy}, layout={self.layout}"
 
 
 class ExpertOperands(NamedTuple):
@@ -181,6 +201,8 @@ class ExpertOperands(NamedTuple):
     w2: Tensor | None  # of the up-projection; None if w1 has both, or for the ungated activations
     w3: Tensor  # down
     topk_weights: Tensor  # (L, k)
+    gate_up_bias: Tensor | None = None  # in the order of gate_up's columns
+    down_bias: Tensor | None = None  # (E, d)
 
 
 def _run(
@@ -194,13 +216,17 @@ def _run(
     layout: str,
     version: str | None,
     first: int | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
 ) -> Tensor:
     torch_operands.check_call(x, NAME)
     _check_names(activation, policy, layout, version)
     weights = _named(gate_up, down, activation, layout)
-    torch_operands.check_kinds(x, weights, NAME, DTYPES)
+    biases = _named_biases(gate_up_bias, down_bias, layout)
+    torch_operands.check_kinds(x, {**weights, **biases}, NAME, DTYPES)
     _check_weights(x, weights, activation, layout)
-    tokens, (w1, w2, w3) = torch_operands.cast(x, weights)
+    _check_biases(biases, weights, activation, layout)
+    tokens, (w1, w2, w3, *cast_biases) = torch_operands.cast(x, {**weights, **biases})
     assert w1 is not None and w3 is not None  # as `_named` has found
     k = _check_routing_weights(topk_weights, x)
     checks.check_kernel_limits(w1.shape[0], k)
@@ -211,7 +237,8 @@ def _run(
         checks.check_int("first", first, at_least=0)
         checks.check_routed_rows(topk_weights.shape[0], k)
         routing = torch_operands.checked_part("topk_index", topk_index, x, k, first, E, IDS)
-    operands = ExpertOperands(w1, w2, w3, topk_weights.contiguous())
+    in_place = [bias if bias is None else torch_operands.aligned(bias.contiguous()) for bias in cast_biases]
+    operands = ExpertOperands(w1, w2, w3, topk_weights.contiguous(), *in_place)
     rows = torch_operands.aligned(torch_operands.rows_of(tokens))
     policy = policy if has_backward(rows, operands) else "inputs"
     system = RoutedByCaller(activation, policy, layout, version, first is not None)
@@ -231,7 +258,7 @@ class RoutedByCaller(NamedTuple):
 
     def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands, topk_experts: Array | None) -> Forward:
         """Dispatch the tokens as they were routed, and run the experts."""
-        stages = self._stages(x, operands, bridge.executor)
+        stages = self._stages(x, operands, bridge.executor, _biases(operands))
         E = operands.w1.shape[0]
         build = functools.partial(build_open, executor=bridge.executor) if self.partial else stages.dispatch.build
         dispatch = build(bridge.executor.cast(topk_experts, "int32"), E)
@@ -242,7 +269,8 @@ class RoutedByCaller(NamedTuple):
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
         """Return d_x and the gradient of each operand."""
         x, operands, executor = given.x, given.weights, bridge.executor
-        stages = self._stages(x, operands, executor)
+        biases = _biases(operands, given.wanted)
+        stages = self._stages(x, operands, executor, biases)
         given.arrays["gates"] = executor.cast(operands.topk_weights, "float32")
         k = operands.topk_weights.shape[1]
         kept = layer.Saved.of(x, given.arrays, k, self.activation, self.policy, renormalize=False)
@@ -250,21 +278,32 @@ class RoutedByCaller(NamedTuple):
             stages, given.d_out, kept, operands, given.last, given.wanted
         )
         d_topk_weights = executor.cast(d_gates, checks.dtype_of(operands.topk_weights))
-        return d_x, *d_weights, d_topk_weights if "d_topk_weights" in given.wanted else None
+        if "d_topk_weights" not in given.wanted:
+            d_topk_weights = None
+        return d_x, *d_weights, d_topk_weights, biases.gradients.get("up"), biases.gradients.get("down")
 
-    def _stages(self, x: Array, operands: ExpertOperands, executor: Executor) -> layer.Stages:
+    def _stages(self, x: Array, operands: ExpertOperands, executor: Executor, biases: Biases) -> layer.Stages:
         """The stages for weights of this layout."""
         if self.layout == SEPARATE:
             return raw_layer.stages_for(x, operands, executor, self.version)
         layout = LAYOUTS[self.layout]
-        return raw_layer.packed_stages_for(x, operands, self.activation, layout, executor, self.version)
+        return raw_layer.packed_stages_for(x, operands, self.activation, layout, executor, self.version, biases)
+
+
+def _biases(operands: ExpertOperands, wanted: Collection[str] = ()) -> Biases:
+    """The biases as the stages take them; ``wanted`` are names of gradients such as d_down_bias."""
+    up, down = operands.gate_up_bias, operands.down_bias
+    if up is None and down is None:
+        return NONE
+    names = {"up": "d_gate_up_bias", "down": "d_down_bias"}
+    return Biases(up, down, [name for name, gradient in names.items() if gradient in wanted])
 
 
 # ---- checks --------------------------------------------------------------------------------
 
 
 def _check_names(activation: str, policy: str, layout: str, version: str | None) -> None:
-    checks.check_name("activation", activation, ACTIVATIONS)
+    checks.check_name("activation", activation, EXPERT_ACTIVATIONS)
     checks.check_name("policy", policy, POLICIES)
     checks.check_name("layout", layout, (*LAYOUTS, SEPARATE))
     if layout == "interleaved" and not is_gated(activation):
@@ -287,6 +326,31 @@ def _named(
         if tensor is not None:
             checks.check_type(name, tensor, Tensor)
     return named
+
+
+def _named_biases(gate_up_bias: Tensor | None, down_bias: Tensor | None, layout: str) -> dict[str, Tensor | None]:
+    """The biases by the names that the caller knows."""
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    for name, bias in biases.items():
+        if bias is None:
+            continue
+        checks.check_type(name, bias, Tensor)
+        if layout == SEPARATE:
+            raise ValueError(f"layout separate has no {name}: the layouts with biases are {', '.join(LAYOUTS)}")
+    return biases
+
+
+def _check_biases(biases: torch_operands.Named, weights: torch_operands.Named, activation: str, layout: str) -> None:
+    """The biases fit weights that are checked."""
+    gate_up = weights.get("gate_up")
+    if layout == SEPARATE or gate_up is None:
+        return
+    gated = is_gated(activation)
+    d, h = LAYOUTS[layout].widths(gate_up, gated)
+    widths = {"gate_up_bias": ("2h" if gated else "h", h * (1 + gated)), "down_bias": ("d", d)}
+    for name, (symbol, width) in widths.items():
+        if (bias := biases[name]) is not None:
+            checks.check_shape(name, bias, {"E": gate_up.shape[0], symbol: width})
 
 
 def _check_weights(x: Tensor, weights: torch_operands.Named, activation: str, layout: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.backends.raw_cuda import combine, expert_down, gemm, packed
+from moeblaze_ref.backends.raw_cuda import biases, combine, expert_down, gemm, packed
 from moeblaze_ref.backends.registry import BACKENDS, OpenStage, refusal
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.layouts import LAYOUTS, Layout
@@ -69,6 +69,7 @@ def run_every_kernel(executor: Executor):
             comparisons.RUN[stage](opened(stage, gemm.HOPPER), case.astype("bfloat16"))
     for version, layout, case in packed_runs(executor):
         comparisons.run_packed(opened("expert_up", version), case, layout)
+    _run_biases(executor)
     _run_lessons(executor)
 
 
@@ -83,6 +84,20 @@ def packed_runs(executor: Executor) -> Iterator[tuple[str, Layout, Case]]:
         for case, layout in itertools.product(chosen, LAYOUTS.values()):
             if is_gated(case.activation) or not layout.interleaved:
                 yield version, layout, case
+
+
+def _run_biases(executor: Executor):
+    """Launch the kernels of biases, of rows that are no multiple of a block's."""
+    case = cases()[0].astype("float32")
+    dispatch = build_by_sort(case.topk_experts, case.E)
+    y, d_gates = case.x[dispatch.expert_token_indices], case.logits[:, : case.k].copy()
+    gates, routes = executor.from_numpy(d_gates), dispatch.map(executor.from_numpy)
+    for dtype in gemm.WIDE:
+        d_out, rows, bias = [executor.from_numpy(array.astype(dtype)) for array in (case.x, y, case.x[: case.E])]
+        biases.sum_rows(executor, rows, bias, gates, routes, executor.empty(d_out.shape, dtype))
+        biases.add_to_d_gates(executor, d_out, bias, routes, executor.from_numpy(d_gates))
+        biases.up_gradient(executor, rows, routes)
+        biases.down_gradient(executor, d_out, expert_down.gates_of_rows(executor, routes, gates), routes)
 
 
 def _run_lessons(executor: Executor):

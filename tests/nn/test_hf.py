@@ -1,6 +1,7 @@
 """Our experts inside models of transformers: the same losses, gradients and files."""
 
 import copy
+import importlib
 from functools import partial
 
 import pytest
@@ -39,7 +40,6 @@ MORE = {
     "llama4_text": {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16, "num_experts_per_tok": 1},
     "gpt_oss": {},
 }
-FAMILIES = [family for family in MORE if family != "gpt_oss"]
 
 
 def model_of(family, dtype=torch.float32, seed=0):
@@ -53,7 +53,11 @@ def model_of(family, dtype=torch.float32, seed=0):
     if hasattr(config, "layer_types"):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config).to(dtype).train()
+    model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj_bias"):  # of experts: they begin as 0
+            torch.nn.init.normal_(parameter, std=5.0)
+    return model
 
 
 def tokens(seed=0, length=11):
@@ -68,6 +72,24 @@ def step(model, ids):
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_in_bfloat16_a_model_is_as_near_to_float32_as_with_its_own_experts(family):
+    """The loss, and the gradients of all parameters together: the same weights, rounded."""
+    rounded, ids = model_of(family, torch.bfloat16), tokens()
+    exact, gradients = step(copy.deepcopy(rounded).float(), ids)
+
+    def errors():
+        loss, found = step(rounded, ids)
+        squares = [(found[name].float() - gradient).square().sum() for name, gradient in gradients.items()]
+        return abs(loss - exact), sum(squares).sqrt().item()
+
+    theirs = errors()
+    with hf.use(rounded):
+        ours = errors()
+    size = sum(gradient.square().sum() for gradient in gradients.values()).sqrt().item()
+    assert ours[0] <= 2 * theirs[0] + 1e-3 and ours[1] <= 1.5 * theirs[1] < 0.2 * size
+
+
 def calls_counted(monkeypatch):
     """How often our experts run."""
     calls = []
@@ -76,7 +98,7 @@ def calls_counted(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MORE)
 def test_a_model_has_the_loss_and_gradients_of_its_own_experts(family, monkeypatch):
     calls = calls_counted(monkeypatch)
     model, ids = model_of(family), tokens()
@@ -133,8 +155,9 @@ def test_fifty_steps_are_those_of_eager():
     assert all(map(torch.equal, *chosen.values())) and losses[0] < 3.8
 
 
-def test_checkpoints_are_the_same_files(tmp_path):
-    model = model_of("qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_checkpoints_are_the_same_files(family, tmp_path):
+    model = model_of(family)
     model.save_pretrained(tmp_path / "before")
     with hf.use(model):
         model.save_pretrained(tmp_path / "in use")
@@ -142,6 +165,62 @@ def test_checkpoints_are_the_same_files(tmp_path):
         assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "in use" / name).read_bytes()
+
+
+@pytest.mark.parametrize("frozen", ["proj_bias", "proj"])
+def test_biases_train_alone_or_not_at_all(frozen):
+    """Of gpt-oss: the other gradients stay those of its own experts."""
+    model, ids = model_of("gpt_oss"), tokens()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and name.endswith(frozen):
+            parameter.requires_grad_(False)
+    _, gradients = step(model, ids)
+    with hf.use(model):
+        _, found = step(model, ids)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+OTHERS_OF_THIS_ACTIVATION = {
+    "minimax_m3_vl": ("MiniMaxM3VLExperts", "MiniMaxM3VLTextConfig", "linear"),
+    "openai_privacy_filter": ("OpenAIPrivacyFilterExperts", "OpenAIPrivacyFilterConfig", "matmul"),
+}
+
+
+def experts_of(family, name, config):
+    """An experts module with random weights and tokens for it, of which the activation clamps some."""
+    place = f"transformers.models.{family}"
+    modeling, configuration = [
+        importlib.import_module(f"{place}.{kind}_{family}") for kind in ("modeling", "configuration")
+    ]
+    config = getattr(configuration, config)()
+    for size, value in SIZES.items():
+        if hasattr(config, size):
+            setattr(config, size, value)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    module = getattr(modeling, name)(config)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module, torch.randn(11, 64), torch.rand(11, 4).argsort(1)[:, :2], torch.rand(11, 2)
+
+
+@pytest.mark.parametrize("family", OTHERS_OF_THIS_ACTIVATION)
+def test_other_experts_with_this_activation(family):
+    """Where columns do not alternate, with biases and without."""
+    name, config, layout = OTHERS_OF_THIS_ACTIVATION[family]
+    module, *inputs = experts_of(family, name, config)
+    assert hf._layout(module) == layout and hf._activation(module) == "clamped_swiglu"
+    theirs = module(*inputs)
+    assert torch.allclose(hf._run("minimal", module, *inputs), theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+def test_an_activation_that_clamps_otherwise_is_refused():
+    """DeepSeek-V4's: a SiLU of a clamped gate."""
+    module, *_ = experts_of("deepseek_v4", "DeepseekV4Experts", "DeepseekV4Config")
+    with pytest.raises(ValueError, match="DeepseekV4Experts has an activation of its own"):
+        hf._activation(module)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -155,6 +234,14 @@ def _activation(model):
     model.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
 
 
+def _limit(model):
+    model.model.layers[1].mlp.experts.limit = 10.0
+
+
+def _rows(model):
+    model.model.layers[1].mlp.experts.is_transposed = False
+
+
 def _quantised(model):
     experts = model.model.layers[0].mlp.experts
     experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
@@ -163,7 +250,8 @@ def _quantised(model):
 @pytest.mark.parametrize(
     ("make", "change", "error", "message"),
     [
-        (partial(model_of, "gpt_oss"), None, ValueError, "GptOssExperts has has_bias=True"),
+        (partial(model_of, "gpt_oss"), _limit, ValueError, "GptOssExperts has an activation of its own, other than"),
+        (partial(model_of, "gpt_oss"), _rows, ValueError, "GptOssExperts has alternating rows of gate and up"),
         (partial(model_of, "qwen3_moe"), _norm, ValueError, "has has_post_expert_norm=True"),
         (partial(model_of, "qwen3_moe"), _activation, ValueError, "has the activation Tanh"),
         (partial(model_of, "qwen3_moe"), _quantised, TypeError, "down_proj has dtype torch.float8_e4m3fn"),

@@ -33,14 +33,18 @@ class Inputs:
     topk_index: torch.Tensor
     topk_weights: torch.Tensor
     layout: str = "separate"
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
     def leaves(self):
         up = self.gate_up if isinstance(self.gate_up, tuple) else (self.gate_up,)
-        return [self.x, *up, self.down, self.topk_weights]
+        biases = [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
+        return [self.x, *up, self.down, self.topk_weights, *biases]
 
     def call(self, **options):
         inputs = self.x, self.gate_up, self.down, self.topk_index, self.topk_weights
-        return experts(*inputs, **{"layout": self.layout} | options)
+        biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        return experts(*inputs, **{"layout": self.layout} | biases | options)
 
     def stored(self, layout):
         """The same values as a layout stores them, in leaves of their own."""
@@ -50,6 +54,19 @@ class Inputs:
         packed = [w.mT if lies.transposed else w for w in (gate_up, self.down.detach())]
         gate_up, down = [w.clone(memory_format=torch.contiguous_format).requires_grad_() for w in packed]
         return replace(self, gate_up=gate_up, down=down, layout=layout)
+
+
+def make_biased(layout="interleaved", **options):
+    """The same in a layout, with biases that clamp some of gpt-oss's activation."""
+    inputs = make("clamped_swiglu", **options).stored(layout)
+    generator = torch.Generator().manual_seed(3)
+    d = inputs.x.shape[-1]
+    widths = (inputs.gate_up.numel() // (d * E), 4.0), (d, 1.0)
+    biases = [
+        (scale * torch.randn(E, width, generator=generator)).to(inputs.x.dtype).requires_grad_()
+        for width, scale in widths
+    ]
+    return replace(inputs, gate_up_bias=biases[0], down_bias=biases[1])
 
 
 def make(activation="swiglu", tokens=L, k=K, E=E, d=D, h=H, dtype=torch.float32, weights_dtype=torch.float32, ids=None):
@@ -65,13 +82,19 @@ def make(activation="swiglu", tokens=L, k=K, E=E, d=D, h=H, dtype=torch.float32,
     return Inputs(leaf(tokens, d), up if len(up) == 2 else up[0], down, chosen, weights)
 
 
-def plain(x, w1, w2, w3, topk_index, topk_weights, activation):
+def plain(x, w1, w2, w3, topk_index, topk_weights, activation, biases=(None, None, None)):
     """The definition, token by token and slot by slot, in plain torch; w2 is None for the ungated activations."""
+
+    def plus(sums, bias):
+        return sums if bias is None else sums + bias[chosen]
+
+    b1, b2, b3 = biases
     out = torch.zeros_like(x)
     for j in range(topk_index.shape[1]):
         chosen = topk_index[:, j].long()
-        a, b = [None if w is None else torch.einsum("ld,ldh->lh", x, w[chosen]) for w in (w1, w2)]
-        y = torch.einsum("lh,lhd->ld", oracle.activate(a, b, activation), w3[chosen])
+        a = plus(torch.einsum("ld,ldh->lh", x, w1[chosen]), b1)
+        b = None if w2 is None else plus(torch.einsum("ld,ldh->lh", x, w2[chosen]), b2)
+        y = plus(torch.einsum("lh,lhd->ld", oracle.activate(a, b, activation), w3[chosen]), b3)
         out = out + topk_weights[:, j, None].to(y.dtype) * y
     return out
 
@@ -84,13 +107,18 @@ def step(out, leaves, d_out=None):
 
 def expected(inputs, activation, dtype):
     """The same of plain torch in a dtype, of the same values."""
-    x, *up, w3, weights = leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs.leaves()]
+    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs.leaves()]
+    biases = (None, None, None)
+    if inputs.down_bias is not None:
+        *_, up_bias, b3 = leaves
+        biases = *((up_bias[:, 0::2], up_bias[:, 1::2]) if inputs.layout == "interleaved" else up_bias.chunk(2, 1)), b3
+    x, *up, w3, weights = leaves if inputs.down_bias is None else leaves[:-2]
     if inputs.layout != "separate":
         lies = LAYOUTS[inputs.layout]
         up = lies.stored(up[0]) if is_gated(activation) else up
         up, w3 = ([w.mT for w in up], w3.mT) if lies.transposed else (up, w3)
     w1, w2 = up if len(up) == 2 else (up[0], None)
-    return step(plain(x, w1, w2, w3, inputs.topk_index, weights, activation), leaves)
+    return step(plain(x, w1, w2, w3, inputs.topk_index, weights, activation, biases), leaves)
 
 
 def as_arrays(tensors):
@@ -142,6 +170,113 @@ def test_every_layout_has_gradients_as_it_stores_its_weights(version, activation
     gathered = replace(separate, gate_up=tuple(of_weights[:-1]) if len(of_weights) == 3 else of_weights[0])
     gathered = replace(gathered, down=of_weights[-1]).stored(layout)
     assert all_equal([first[0], *first[2:]], [out, gathered.gate_up, gathered.down, d_weights])
+
+
+def check_biased(inputs, **options):
+    return check(inputs, "clamped_swiglu", **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_biases_of_every_layout(layout):
+    check_biased(make_biased(layout))
+    check_biased(make_biased(layout, d=13, h=7))
+    check_biased(make_biased(layout, tokens=1))
+
+
+def test_biases_under_every_policy():
+    inputs = make_biased()
+    first, *others = [check_biased(inputs, policy=policy) for policy in POLICIES]
+    assert all(all_equal(other, first) for other in others)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "separate"])
+def test_the_clamped_activation_without_biases(layout):
+    inputs = make("clamped_swiglu", d=24)
+    with torch.no_grad():
+        inputs.x.mul_(5.0)
+    check_biased(inputs if layout == "separate" else inputs.stored(layout))
+
+
+def test_biases_of_experts_without_tokens():
+    *_, d_up_bias, d_down_bias = check_biased(make_biased(ids=torch.tensor([[4, 1]] * L)))
+    for gradient in (d_up_bias, d_down_bias):
+        assert not gradient[[0, 2, 3]].any() and gradient[[1, 4]].any(1).all()
+
+
+def test_biases_without_tokens():
+    inputs = make_biased(tokens=0)
+    *_, d_up_bias, d_down_bias = step(inputs.call(activation="clamped_swiglu"), inputs.leaves())
+    assert d_up_bias.shape == (E, 2 * H) and not d_up_bias.any() and not d_down_bias.any()
+
+
+def test_biases_that_lie_anywhere():
+    """A bias may be a transposed view, or begin where no kernel can: it is small enough to be copied."""
+    inputs = make_biased()
+    whole = step(inputs.call(activation="clamped_swiglu"), inputs.leaves())
+    up_bias = inputs.gate_up_bias.detach().mT.contiguous().mT
+    down_bias = torch.cat([torch.zeros(1), inputs.down_bias.detach().flatten()])[1:].view(E, D)
+    moved = replace(inputs, gate_up_bias=up_bias.requires_grad_(), down_bias=down_bias.requires_grad_())
+    assert all_equal(step(moved.call(activation="clamped_swiglu"), moved.leaves()), whole)
+
+
+@pytest.mark.parametrize("frozen", range(6))
+def test_each_leaf_beside_biases_may_be_frozen(frozen):
+    inputs = make_biased()
+    whole = step(inputs.call(activation="clamped_swiglu"), inputs.leaves())[1:]
+    inputs.leaves()[frozen].requires_grad_(False)
+    out = inputs.call(activation="clamped_swiglu")
+    for _ in range(2):
+        wanted = [leaf for leaf in inputs.leaves() if leaf.requires_grad]
+        found = torch.autograd.grad(out, wanted, torch.linspace(-1.0, 1.0, out.numel()).view_as(out), retain_graph=True)
+        assert all_equal(found, [gradient for number, gradient in enumerate(whole) if number != frozen])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_biases_keep_nothing(policy):
+    inputs = make_biased()
+    parameters = [inputs.gate_up, inputs.down, inputs.gate_up_bias, inputs.down_bias]
+    without = replace(inputs, gate_up_bias=None, down_bias=None)
+    found, plain = [
+        measure.kept_bytes(lambda one=one: one.call(policy=policy, activation="clamped_swiglu"), exclude=parameters)
+        for one in (inputs, without)
+    ]
+    assert found == plain > 0
+
+
+def test_biases_under_autocast():
+    inputs = make_biased()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = inputs.call(activation="clamped_swiglu")
+    assert out.dtype == torch.bfloat16
+    assert [t.dtype for t in step(out, inputs.leaves())[1:]] == [torch.float32] * 6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_biases_without_memory_and_over_torchs_own_tensors(policy, monkeypatch):
+    inputs, options = make_biased(), {"policy": policy, "activation": "clamped_swiglu"}
+    expected = step(inputs.call(**options), inputs.leaves())
+    with FakeTensorMode():
+        fake = replace(make_biased(), topk_index=torch.empty(L, K, dtype=torch.int64))
+        found = step(fake.call(**options), fake.leaves())
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
+    monkeypatch.setattr(torch_node, "bridge_to", lambda device: BridgeOverTensors())
+    assert all_equal(step(inputs.call(**options), inputs.leaves()), expected)
+
+
+def test_biases_of_shards_add_up_to_the_whole():
+    inputs, options = make_biased(), {"activation": "clamped_swiglu"}
+    whole = step(inputs.call(**options), inputs.leaves())
+    parts = []
+    for first, count in ((0, 2), (2, 3)):
+        of_experts = [leaf for leaf in inputs.leaves() if leaf.shape[0] == E]
+        up, down, *biases = [leaf.detach()[first : first + count].requires_grad_() for leaf in of_experts]
+        part = replace(inputs, gate_up=up, down=down, gate_up_bias=biases[0], down_bias=biases[1])
+        parts.append(step(part.call(first=first, **options), part.leaves()))
+    for number in (0, 1, 4):  # out, d_x, d_topk_weights
+        assert relative_error(sum(results[number] for results in parts), whole[number]) < comparisons.BOUNDS["float32"]
+    for number in (2, 3, 5, 6):
+        gathered = torch.cat([results[number] for results in parts])
+        assert relative_error(gathered, whole[number]) < comparisons.BOUNDS["float32"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -546,6 +681,41 @@ REFUSED_STORED = {
 }
 
 
+REFUSED_BIASES = {
+    "a row for each column": (
+        {"gate_up_bias": torch.ones(2 * H, E)},
+        ValueError,
+        r"gate_up_bias has shape \(48, 5\), but it must be \(E=5, 2h=48\)",
+    ),
+    "of a wider model": (
+        {"down_bias": torch.ones(E, H)},
+        ValueError,
+        r"down_bias has shape \(5, 24\), but it must be \(E=5, d=16\)",
+    ),
+    "of another dtype": (
+        {"down_bias": torch.ones(E, D, dtype=torch.bfloat16)},
+        TypeError,
+        "down_bias is torch.bfloat16, but x is torch.float32",
+    ),
+    "of integers": ({"down_bias": torch.ones(E, D, dtype=torch.int32)}, TypeError, "down_bias has dtype torch.int32"),
+    "elsewhere": ({"down_bias": torch.ones(E, D, device="meta")}, ValueError, "down_bias is on meta"),
+    "no tensor": ({"gate_up_bias": [0.0]}, TypeError, "gate_up_bias is a list, but it must be a Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BIASES)
+def test_biases_that_do_not_fit_are_refused(name):
+    changes, error, message = REFUSED_BIASES[name]
+    with pytest.raises(error, match=message) as refused:
+        replace(make_biased(), **changes).call()
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_in_tensors_of_their_own_have_no_biases():
+    with pytest.raises(ValueError, match="layout separate has no down_bias: the layouts with biases are linear"):
+        make().call(down_bias=torch.ones(E, D))
+
+
 @pytest.mark.parametrize("name", REFUSED_STORED)
 def test_what_does_not_fit_the_layout_is_refused(name):
     changes, error, message = REFUSED_STORED[name]
@@ -614,7 +784,18 @@ def test_the_module_is_the_function_with_weights_of_its_own(layout):
     same = replace(inputs, gate_up=module.gate_up, down=module.down, layout=layout)
     assert torch.equal(out, same.call())
     check(same)
-    assert f"layout={layout}" in repr(module) and "E=5, d=16, h=24" in repr(module)
+    assert f"layout={layout}" in repr(module) and "E=5, d=16, h=24, bias=False" in repr(module)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_module_with_biases_is_the_function(layout):
+    inputs, module = make_biased(layout), Experts(E, D, H, "clamped_swiglu", layout=layout, bias=True)
+    names = ["down", "down_bias", "gate_up", "gate_up_bias"]
+    assert sorted(name for name, _ in module.named_parameters()) == names and "bias=True" in repr(module)
+    assert not module.gate_up_bias.any() and not module.down_bias.any()
+    module.load_state_dict({name: getattr(inputs, name) for name in names})
+    out = module(inputs.x, inputs.topk_index, inputs.topk_weights)
+    assert torch.equal(out, inputs.call(activation="clamped_swiglu"))
 
 
 @pytest.mark.parametrize(

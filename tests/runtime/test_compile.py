@@ -19,10 +19,11 @@ from moeblaze_ref.backends.raw_cuda import (
     expert_up,
     gating,
     gemm,
+    packed,
     tiles,
 )
 from moeblaze_ref.bench import ladder
-from moeblaze_ref.core.config import ACTIVATIONS
+from moeblaze_ref.core.config import ACTIVATIONS, CLAMPED_SWIGLU
 from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.course.notebook.hopper import RING
@@ -137,7 +138,7 @@ def builds_of_indices():
     for version, *options in itertools.product(gating.VERSIONS, (32, 64, 128, 256, 512, 1024), (False, True)):
         constants = gating.constants(version, *options)
         yield f"gating {version} of E, renormalize = {options}", f"gating/{version}.cu", constants, HOPPER
-    for file in ("combine/2_vector.cu", "expert_up/sum_rows.cu", "block_sparse/rows.cu"):
+    for file in ("combine/2_vector.cu", "expert_up/sum_rows.cu", "block_sparse/rows.cu", "packed/biases.cu"):
         for pack in (1, 2, 4, 8):
             yield f"{file} in packs of {pack}", file, CONSTANTS["combine"] | {"PACK": pack}, HOPPER
 
@@ -188,6 +189,16 @@ def builds_of_packed():
         yield f"packed 3_mma_tf32, {layout}", "packed/3_mma.cu", constants, ("sm_80",)
         constants = of("packed", "float32", ACTIVATION="swiglu", LAYOUT=layout)
         yield f"packed 2_tiled, {layout}", "packed/2_tiled.cu", constants, HOPPER
+        yield from builds_of_biased(layout)
+
+
+def builds_of_biased(layout):
+    """The same of experts with biases, and of gpt-oss's activation."""
+    clamped = {"ACTIVATION": CLAMPED_SWIGLU, "LAYOUT": layout, "BIASED": 1}
+    for version, dtypes in packed.VERSIONS.items():
+        constants = of("packed", dtypes[-1], tiles.DEFAULTS.get(version), **clamped)
+        name = f"packed {version} with biases, {layout}"
+        yield name, gemm.file_of("packed", version), constants, ("sm_80", "sm_90", "sm_90a")
 
 
 def builds_of_blocks():

@@ -70,9 +70,15 @@ __device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage&
     wgmma_commit();
 }
 
-// Multiplies every tile and hands it over.
-template <class Roles, class Shared, class Tiles>
-__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
+// What a kernel does to the sums of a tile before they are rounded, if it does anything.
+struct NothingMore {
+    template <class Tile>
+    __device__ __forceinline__ void operator()(const Tile&, float (&)[TILE_COLUMNS / 2]) const {}
+};
+
+// Multiplies every tile and hands it over, after finish(tile, sums).
+template <class Roles, class Shared, class Tiles, class Finish>
+__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Finish finish) {
     constexpr int BEHIND = Shared::STAGES > 1;  // steps that a stage is freed late, unless there is no other
     const int warp = uniform(warp_id()) - Roles::FIRST_CONSUMER;
     auto& finished = shared.finished[warp];
@@ -95,6 +101,7 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
         wgmma_wait<0>();
         wgmma_results(sums);
         if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+        finish(tile, sums);
 #pragma unroll
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
             barrier_wait(&shared.stored[warp], parity);

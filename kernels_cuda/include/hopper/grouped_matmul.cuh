@@ -80,12 +80,13 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
 }
 
 // The whole block.
-template <class Roles, class Shared, class Tiles, class Load, class Store>
-__device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
+template <class Roles, class Shared, class Tiles, class Load, class Store, class Finish = NothingMore>
+__device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store,
+                                               Finish finish = Finish()) {
     open_barriers<Roles>(shared);
     if (warp_id() >= Roles::FIRST_CONSUMER) {
         if constexpr (Roles::CROWDED) registers_up<Roles::CONSUMER_REGISTERS>();
-        multiply_tiles<Roles>(shared, tiles);
+        multiply_tiles<Roles>(shared, tiles, finish);
     } else if (warp_id() >= Roles::PRODUCER_WARPS) {
         if constexpr (Roles::CROWDED) registers_down<Roles::EPILOGUE_REGISTERS>();
         store_tiles<Roles>(shared, tiles, store);

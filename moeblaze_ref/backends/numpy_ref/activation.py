@@ -1,4 +1,4 @@
-"""What happens between the two GEMMs: y_swi = act(a) * b, or act(a) without a gate.
+"""What happens between the two GEMMs: y_swi = act(a) * b, or act(a) without a gate; clamped_swiglu bends b, too.
 
 Source: MoEBlaze (arXiv 2601.05296), section 5, for SwiGLU and its derivative. Each
 nonlinearity is written beside its slope; the gated names reuse them.
@@ -10,7 +10,7 @@ import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import ARRAYS
 from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.config import GELU_CUBIC
+from moeblaze_ref.core.config import CLAMPED_ALPHA, CLAMPED_LIMIT, CLAMPED_SWIGLU, GELU_CUBIC
 from moeblaze_ref.core.contract import implements
 
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])  # otypes: without it, empty arrays raise
@@ -74,6 +74,26 @@ def _relu2_slope(a):
     return 2.0 * _relu(a)
 
 
+# gpt-oss: a gradient passes at a limit, as in torch.
+def _clamped_silu(a):
+    clamped = np.minimum(a, CLAMPED_LIMIT)
+    return clamped * _sigmoid(CLAMPED_ALPHA * clamped)
+
+
+def _clamped_silu_slope(a):
+    s = _sigmoid(CLAMPED_ALPHA * a)
+    return np.where(a > CLAMPED_LIMIT, 0.0, s * (1.0 + CLAMPED_ALPHA * a * (1.0 - s))).astype(a.dtype)
+
+
+def _factor(b, activation):
+    """What multiplies act(a)."""
+    return np.clip(b, -CLAMPED_LIMIT, CLAMPED_LIMIT) + 1.0 if activation == CLAMPED_SWIGLU else b
+
+
+def _factor_slope(b, activation):
+    return (np.abs(b) <= CLAMPED_LIMIT).astype(b.dtype) if activation == CLAMPED_SWIGLU else np.ones_like(b)
+
+
 _NONLINEARITY = {  # name: (act, its slope)
     "silu": (_silu, _silu_slope),
     "gelu": (_gelu, _gelu_slope),
@@ -83,6 +103,7 @@ _NONLINEARITY = {  # name: (act, its slope)
     "swiglu": (_silu, _silu_slope),
     "geglu": (_gelu, _gelu_slope),
     "reglu": (_relu, _relu_slope),
+    CLAMPED_SWIGLU: (_clamped_silu, _clamped_silu_slope),
 }
 
 
@@ -94,7 +115,7 @@ def act(a, activation):
 @implements(stage_contracts.ACTIVATE, ARRAYS)
 def forward(a, b, activation):
     act_a = _NONLINEARITY[activation][0](a)  # (R, h)
-    return act_a if b is None else act_a * b
+    return act_a if b is None else act_a * _factor(b, activation)
 
 
 @implements(stage_contracts.ACTIVATE_BACKWARD, ARRAYS)
@@ -102,4 +123,5 @@ def backward(d_y_swi, a, b, activation):
     nonlinearity, slope = _NONLINEARITY[activation]
     if b is None:
         return d_y_swi * slope(a), None
-    return d_y_swi * b * slope(a), d_y_swi * nonlinearity(a)  # (R, h), (R, h)
+    d_a = d_y_swi * _factor(b, activation) * slope(a)  # (R, h)
+    return d_a, d_y_swi * nonlinearity(a) * _factor_slope(b, activation)  # (R, h), (R, h)

@@ -25,14 +25,14 @@ def forward(y_swi, w3, dispatch):
 @implements(stage_contracts.EXPERT_DOWN_SUMMED, ARRAYS)
 def summed_forward(y_swi, w3, gates, dispatch):
     """A token's rows are added in the order of its experts; `combine.forward` adds them in the order of the slots."""
-    gate = _gate_of_row(gates, dispatch)  # (R, 1)
+    gate = gate_of_row(gates, dispatch)  # (R, 1)
     out = np.zeros((dispatch.L, w3.shape[2]), dtype=y_swi.dtype)  # (L, d)
     for expert, group, tokens in expert_groups(dispatch):
         out[tokens] += gate[group] * (y_swi[group] @ w3[expert])
     return out
 
 
-def _gate_of_row(gates, dispatch):
+def gate_of_row(gates, dispatch):
     """The gates in expert order, (R, 1)."""
     gate = np.empty((dispatch.R, 1), dtype=gates.dtype)
     gate[dispatch.token_index_map] = gates.reshape(-1, 1)
@@ -43,7 +43,7 @@ def _gate_of_row(gates, dispatch):
 def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, overwrite=False):
     if y_swi is None:
         y_swi = activation_stage.forward.unchecked(a, b, activation)  # (R, h)
-    gate = _gate_of_row(gates, dispatch)  # (R, 1)
+    gate = gate_of_row(gates, dispatch)  # (R, 1)
     d_ungated = np.empty_like(a)  # (R, h), dY'
     for expert, group, tokens in expert_groups(dispatch):
         d_ungated[group] = d_out[tokens] @ w3[expert].T

@@ -1,6 +1,7 @@
 """The down-projection in raw CUDA: launches kernels_cuda/expert_down/."""
 
 from collections.abc import Callable
+from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import stage_contracts
@@ -108,11 +109,7 @@ def _summed(add, y_swi, w3, gates, dispatch, executor, version):
     L, d = dispatch.L, w3.shape[2]
     sums = executor.full((L, d), "float32", 0)
     if dispatch.R:
-        gate_of_row = executor.empty((dispatch.R,), "float32")
-        slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.slots}
-        gate_rows = {**slots, "gates": gates, "gate_of_row": gate_of_row}
-        gate_module = executor.load("expert_down/gates.cu", THREADS=gemm.THREADS)
-        gate_module.launch("gate_rows", **gemm.per_element(dispatch.slots), **gate_rows)
+        gate_of_row = gates_of_rows(executor, dispatch, gates)
         operands = {
             "y_swi": y_swi,
             "w3": w3,
@@ -213,14 +210,24 @@ def gates_gradient(
     d_gates = executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
         return d_gates
-    module = executor.load("expert_down/gates.cu", THREADS=gemm.THREADS)
-    slots = {**gemm.per_element(dispatch.slots), "token_index_map": dispatch.token_index_map, "R": dispatch.slots}
-    gate_of_row = executor.empty((dispatch.R,), "float32")
-    module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
+    gate_of_row = gates_of_rows(executor, dispatch, gates)
     gate_terms = executor.empty((dispatch.R, terms), "float32")
     launch(gate_of_row, gate_terms)
-    module.launch("d_gates", **slots, gate_terms=gate_terms, d_gates=d_gates, terms=terms)
+    _launch_per_slot(executor, dispatch, "d_gates", gate_terms=gate_terms, d_gates=d_gates, terms=terms)
     return d_gates
+
+
+def gates_of_rows(executor: Executor, dispatch: Dispatch, gates: Array) -> Array:
+    """Return the gates (R,) in expert order."""
+    gate_of_row = executor.empty((dispatch.R,), "float32")
+    if dispatch.slots:
+        _launch_per_slot(executor, dispatch, "gate_rows", gates=gates, gate_of_row=gate_of_row)
+    return gate_of_row
+
+
+def _launch_per_slot(executor: Executor, dispatch: Dispatch, kernel: str, **operands: Any) -> None:
+    slots = {**gemm.per_element(dispatch.slots), "token_index_map": dispatch.token_index_map, "R": dispatch.slots}
+    executor.load("expert_down/gates.cu", THREADS=gemm.THREADS).launch(kernel, **slots, **operands)
 
 
 @implements(stage_contracts.EXPERT_DOWN_D_W3, gemm.ARRAYS)

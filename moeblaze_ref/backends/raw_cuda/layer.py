@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from moeblaze_ref.backends.raw_cuda import activation as activation_stage
 from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, packed, router
+from moeblaze_ref.backends.raw_cuda.biases import NONE, Biases
 from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.contract import bodies, implements
@@ -71,11 +72,18 @@ def backward(
 
 
 def packed_stages_for(
-    x: Array, weights: ExpertWeights, activation: str, layout: Layout, executor: Executor, version: str | None = None
+    x: Array,
+    weights: ExpertWeights,
+    activation: str,
+    layout: Layout,
+    executor: Executor,
+    version: str | None = None,
+    biases: Biases = NONE,
 ) -> Stages:
-    """The same for weights of a layout: w1 is gate_up, w3 is down, and there is no w2."""
+    """The same for weights of a layout: w1 is gate_up, w3 is down, and there is no w2. The biases are one call's."""
     version = version or default_version(dtype_of(x), *layout.widths(weights.w1, is_gated(activation)), executor)
-    return packed.replaced(_stages(executor, version, False), layout, activation, executor, version)
+    how = _stages(executor, version, False), layout, activation, executor, version
+    return packed.replaced(*how) if biases is NONE else packed.with_biases(*how, biases)
 
 
 def stages_for(x: Array, weights: ExpertWeights, executor: Executor, version: str | None = None) -> Stages:

@@ -3,6 +3,7 @@
 a and b are one matrix ab (R, G h), its columns in the order of gate_up's. So d_ab and gate_up are the operands of plain
 products, which the kernels of expert_up and expert_down compute as they are. kernels_cuda/packed/ has the two kernels
 that have a and b of one element in hand: the forward of the up-projection, and the gradients of the hidden layer.
+Its biases.cu has what biases of the experts need besides.
 """
 
 import functools
@@ -10,13 +11,21 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm, tiles
+from moeblaze_ref.backends.raw_cuda import biases, expert_down, expert_up, gemm, tiles
+from moeblaze_ref.backends.raw_cuda.biases import Biases
 from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.layouts import Layout
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
 from moeblaze_ref.runtime import Executor
-from moeblaze_ref.systems.layer import ActivationStage, ExpertDownStage, ExpertUpStage, Stages, store_and_combine
+from moeblaze_ref.systems.layer import (
+    ActivationStage,
+    CombineStage,
+    ExpertDownStage,
+    ExpertUpStage,
+    Stages,
+    store_and_combine,
+)
 
 VERSIONS = {version: dtypes for version, dtypes in gemm.VERSIONS.items() if version != "1_naive"}
 
@@ -24,7 +33,16 @@ VERSIONS = {version: dtypes for version, dtypes in gemm.VERSIONS.items() if vers
 @functools.cache
 def replaced(stages: Stages, layout: Layout, activation: str, executor: Executor, version: str) -> Stages:
     """Return the stages of a layer with those of the experts for weights of a layout."""
-    packed = Packed(layout, is_gated(activation), executor, version)
+    return with_biases(stages, layout, activation, executor, version, biases.NONE)
+
+
+def with_biases(
+    stages: Stages, layout: Layout, activation: str, executor: Executor, version: str, of_call: Biases
+) -> Stages:
+    """The same for one call whose experts have biases."""
+    packed = Packed(layout, is_gated(activation), executor, version, of_call)
+    if of_call.down is not None:
+        stages = stages._replace(combine=CombineStage(packed.combine))
     return stages._replace(
         expert_up=ExpertUpStage(packed.project, packed.input_gradient, packed.up_weight_gradient),
         activation=ActivationStage(packed.act),
@@ -37,13 +55,15 @@ def replaced(stages: Stages, layout: Layout, activation: str, executor: Executor
 class Packed:
     """The functions of the experts' stages, unchecked, for one layout, executor and version.
 
-    ab is in the place of a, gate_up in that of w1, and down in that of w3; there is no b and no w2.
+    ab is in the place of a, gate_up in that of w1, and down in that of w3; there is no b and no w2. The ``biases`` are
+    those of one call. y never has one: they are added where rows of y are summed.
     """
 
     layout: Layout
     gated: bool
     executor: Executor
     version: str
+    biases: Biases = biases.NONE
 
     # ---- the kernels of their own ----
 
@@ -66,6 +86,7 @@ class Packed:
             tile = tiles.choose(executor, version, "expert_up", dispatch.R, dispatch.E, d, h)
             constants = self._constants(dtype, activation, tile)
             constants |= {"STORE_PROJECTIONS": int(ab is not None), "STORE_Y_SWI": int(y_swi is not None)}
+            constants |= {"BIASED": 1} if self.biases.up is not None else {}
             executor.load(self._file, **constants).launch(
                 "expert_up",
                 **gemm.rows_launch(executor, version, dispatch, h, tile, results=1 + self.gated, crowded=False),
@@ -77,6 +98,7 @@ class Packed:
                 y_swi=gemm.or_nothing(executor, y_swi, x),
                 d=d,
                 h=h,
+                bias=gemm.or_nothing(executor, self.biases.up, x),
             )
         return ab, None, y_swi
 
@@ -119,7 +141,19 @@ class Packed:
             )
 
         d_gates = expert_down.gates_gradient(executor, dispatch, gates, gemm.gate_terms(version, h, tile), launch)
+        self._bias_gradients(d_out, gates, d_ab, d_gates, dispatch)
         return d_ab, None, gated_y, d_gates
+
+    def _bias_gradients(self, d_out: Array, gates: Array, d_ab: Array, d_gates: Array, dispatch: Dispatch) -> None:
+        """Add to d_gates what the bias of the down-projection does, and leave the gradients of the biases."""
+        executor, wanted, found = self.executor, self.biases.wanted, self.biases.gradients
+        if self.biases.down is not None:
+            biases.add_to_d_gates(executor, d_out, self.biases.down, dispatch, d_gates)
+        if "up" in wanted:
+            found["up"] = biases.up_gradient(executor, d_ab, dispatch)
+        if "down" in wanted:
+            gate_of_row = expert_down.gates_of_rows(executor, dispatch, gates)
+            found["down"] = biases.down_gradient(executor, d_out, gate_of_row, dispatch)
 
     @property
     def _file(self) -> str:
@@ -184,6 +218,20 @@ class Packed:
         """Return d_down, in down's layout."""
         return self._weight_gradient(d_out, gated_y, not self.layout.transposed, dispatch)
 
+    def combine(self, y: Array, gates: Array, dispatch: Dispatch) -> Array:
+        """Return each token's sum of gates * (y + bias): (L, d)."""
+        out = self.executor.empty((dispatch.L, y.shape[1]), dtype_of(y))
+        gemm.check_slots(dispatch)
+        self._sum_parts(y, dispatch, out, gates, 0)
+        return out
+
+    def _sum_parts(self, rows: Array, dispatch: Dispatch, out: Array, gates: Array | None, first: int) -> None:
+        """Sum each token's rows into columns of ``out``; with gates they are rows of y, which may have a bias."""
+        if gates is None or self.biases.down is None:
+            gemm.sum_rows(self.executor, rows, dispatch.token_index_map, dispatch.k, out, gates, first)
+        else:
+            biases.sum_rows(self.executor, rows, self.biases.down, gates, dispatch, out, first)
+
     def _width(self, down: Array) -> int:
         """Return d."""
         d: int = down.shape[1 if self.layout.transposed else 2]
@@ -213,7 +261,7 @@ class Packed:
         gemm.check_slots(dispatch)
         for first, width in gemm.parts_of_rows(self.version, dispatch.R, out.shape[1], h):
             rows = self._rows(hidden, weights, depth_last, dispatch, first, width)
-            gemm.sum_rows(self.executor, rows, dispatch.token_index_map, dispatch.k, out, gates, first)
+            self._sum_parts(rows, dispatch, out, gates, first)
             del rows  # before the next part is born
         return out
 

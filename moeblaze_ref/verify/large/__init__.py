@@ -14,7 +14,7 @@ from moeblaze_ref.verify.check import Row, unavailable
 from moeblaze_ref.verify.large.cases import BOUNDS, Case
 
 PARTS = {
-    "simt": ("gating", "dispatch", "combine", "experts", "corners", "packed", "block_sparse"),
+    "simt": ("gating", "dispatch", "combine", "experts", "corners", "packed", "block_sparse", "biases"),
     "numba": ("numba_kernels",),
 }
 

@@ -1,11 +1,13 @@
 """Activations with parameters."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from math import inf
 
-import torch
 from torch import Tensor
+
+from moeblaze_ref.core.config import CLAMPED_ALPHA, CLAMPED_LIMIT
+from moeblaze_ref.nn.activations import clamped_swiglu
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,14 @@ class ClampedSwiglu:
     Read in ``models/gpt_oss/modeling_gpt_oss.py`` of transformers 5.23.
     """
 
-    alpha: float = 1.702
-    limit: float = 7.0
+    alpha: float = CLAMPED_ALPHA
+    limit: float = CLAMPED_LIMIT
     summand: float = 1.0
     least: float = -inf
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """The hidden rows (R, h) for gate (R, h) and up (R, h)."""
-        gate, up = gate.clamp(self.least, self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + self.summand)
+        return clamped_swiglu(gate, up, *astuple(self))
 
     def alternatives(self) -> Iterator["ClampedSwiglu"]:
         """What it is taken for: one constant is missing, or g is clamped on both sides."""

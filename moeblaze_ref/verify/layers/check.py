@@ -117,7 +117,7 @@ def check_layer(
     TypeError
         If the factory returns no adapter.
     ValueError
-        If the adapter's weights do not fit its layouts, it does not compute in a dtype, or a CPU should run large steps.
+        If the adapter's weights do not fit its layouts, it does not compute in a dtype, or large steps run on a CPU.
     """
     if large and torch.device(device).type == "cpu":
         raise ValueError("layers of more than 2^31 elements run on a GPU alone: the device is cpu, but it must be cuda")

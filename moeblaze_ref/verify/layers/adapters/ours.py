@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.core.config import CLAMPED_SWIGLU, POLICIES
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.nn.systems import SYSTEMS, run, system
 from moeblaze_ref.nn.torch_experts import Experts
+from moeblaze_ref.verify.layers.activations import ClampedSwiglu
 from moeblaze_ref.verify.layers.adapter import Adapter, Factory
 
 LAYOUTS = {"layer.wg": "router: d E", "layer.w1": "gate: E d h", "layer.w2": "up: E d h", "layer.w3": "down: E h d"}
@@ -53,6 +54,15 @@ def experts(
     return Adapter(made, LAYOUTS_OF_EXPERTS[layout], multiple=BLOCK, deterministic=True)
 
 
+def biased_experts(layout: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str) -> Adapter:
+    """Return the same with biases and gpt-oss's activation."""
+    made = Experts(E, d, h, CLAMPED_SWIGLU, layout=layout, device=device, dtype=dtype, bias=True)
+    columns = "h2" if layout == "interleaved" else "2h"
+    biases = {"gate_up_bias": f"gate_up_bias: E {columns}", "down_bias": "down_bias: E d"}
+    layouts = LAYOUTS_OF_EXPERTS[layout] | biases
+    return Adapter(made, layouts, activation=ClampedSwiglu(), multiple=BLOCK, deterministic=True)
+
+
 def factories() -> dict[str, Factory]:
     """Every layer of ours by name: the systems that drop nothing, and ours under each policy."""
     found: dict[str, Factory] = {f"moeblaze_ref/{name}": partial(of_system, name) for name in PLAIN}
@@ -61,6 +71,7 @@ def factories() -> dict[str, Factory]:
             found[f"moeblaze_ref/{name}"] = partial(of_system, name, block=BLOCK)
     for layout in LAYOUTS_OF_EXPERTS:
         found[f"moeblaze_ref/experts/{layout}"] = partial(experts, layout)
+        found[f"moeblaze_ref/experts/{layout} with biases"] = partial(biased_experts, layout)
     for policy in POLICIES:
         found[f"moeblaze_ref/{policy}"] = partial(of_system, "moeblaze", policy=policy)
     return found

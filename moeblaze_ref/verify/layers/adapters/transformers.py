@@ -140,7 +140,7 @@ def experts(
 def factories() -> dict[str, Factory]:
     """Every block and experts module by name; Llama 4's experts run inside its block alone."""
     found: dict[str, Factory] = {"transformers/llama4/block": partial(block, "llama4", "eager")}
-    for family in ("mixtral", "deepseek_v3"):
+    for family in ("mixtral", "deepseek_v3", "gpt_oss"):
         found[f"transformers/{family}/block/moeblaze_ref"] = partial(block_with_ours, family)
     found["transformers/llama4/block/moeblaze_ref"] = partial(block_with_ours, "llama4")
     for family in BLOCKS:
