@@ -22,6 +22,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 NEEDED = (
     PROJECT["dependencies"]
     + EXTRAS["placement"]
+    + EXTRAS["huggingface"]
     + EXTRAS["docs"]
     + EXTRAS["test"]
     + PYPROJECT["build-system"]["requires"]
@@ -359,7 +360,7 @@ def test_what_the_set_up_cell_adds_is_listed():
 
 
 def test_a_host_has_none_of_the_optional_packages(host):
-    hidden = {"ortools", "pandas", "pytest", "sphinx"}
+    hidden = {"ortools", "pandas", "pytest", "sphinx", "transformers"}
     assert hidden <= set(undeclared_modules())
     for name in hidden:
         assert "ModuleNotFoundError" in host.run("python", "-c", f"import {name}").stderr

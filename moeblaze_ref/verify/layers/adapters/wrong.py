@@ -122,3 +122,19 @@ class FewBits(PlainExperts):
         a, b = self.up(e, rows)
         hidden = swiglu(a.bfloat16(), b.bfloat16()).to(a.dtype)
         return F.linear(hidden, self.down[e]) * gate.to(a.dtype)
+
+
+KINDS: dict[str, type[PlainExperts]] = {
+    "zeros": Zeros,
+    "gate and up exchanged": Swapped,
+    "GELU for SiLU": Gelu,
+    "gate on the input": WeighedInput,
+    "last tile lost": WholeTiles,
+    "last expert skipped": LastExpertSkipped,
+    "choices overwritten": Overwritten,
+    "gate and up untrained": NoGradient,
+    "stale gradient": StaleGradient,
+    "NaN without tokens": MeanOfRows,
+    "dispatch of step 1": CachedDispatch,
+    "bfloat16 inside": FewBits,
+}
