@@ -254,12 +254,12 @@ def weak_test(tolerance: float, size: float | None, routing: str, looks_at: str,
     ):
         shown = [min(max(errors[name], FLOOR), CEILING) for name in chosen]
         axes.plot(shown, [list(LAYERS).index(name) for name in chosen], label=label, **dotted(color))
-    axes.axvline(tolerance, color=BLACK, linewidth=1)
+    axes.axvline(tolerance, color=BLACK, linewidth=1, label="tolerance")
     axes.set_yticks(range(len(LAYERS)), LAYERS)
     axes.invert_yaxis()
     axes.set(xscale="log", xlim=(FLOOR / 2, CEILING * 2), xlabel=f"largest absolute error of {looks_at}")
     heading(axes, f"{len(missed)} of {len(WRONG)} wrong layers pass: their errors are left of the tolerance")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
