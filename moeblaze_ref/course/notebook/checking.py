@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from IPython.display import Markdown
@@ -22,7 +23,7 @@ from moeblaze_ref.verify.layers.cases import Pattern
 from moeblaze_ref.verify.layers.check import Finding, Verdict, check_layer
 from moeblaze_ref.verify.layers.deviations import Wanted
 from moeblaze_ref.verify.layers.layer import CheckedLayer
-from moeblaze_ref.verify.layers.reference import Case, Results
+from moeblaze_ref.verify.layers.reference import Case, Results, Spec
 
 PATTERNS = {pattern.name: pattern for pattern in cases.PATTERNS}
 RANDOM = cases.PATTERNS[0].name
@@ -107,6 +108,7 @@ def public_bugs(names: Sequence[str]) -> Markdown:
 class Compared(NamedTuple):
     """What a layer computed in one case, and what is right."""
 
+    spec: Spec
     case: Case
     found: Results
     wanted: Wanted
@@ -121,23 +123,18 @@ def _compared(factory: Factory, pattern: Pattern, dtype: torch.dtype) -> Compare
     layer = CheckedLayer.make(factory, pattern.sizes, dtype, "cpu")
     case = cases.make(layer.adapter, pattern, dtype)
     spec = cases.spec_of(layer.adapter, pattern.sizes.k)
-    return Compared(case, layer.step(case), deviations.wanted(spec, case, dtype, layer.gate_dtype))
+    return Compared(spec, case, layer.step(case), deviations.wanted(spec, case, dtype, layer.gate_dtype))
 
 
 def plain_results(one: Compared, dtype: torch.dtype) -> list[Results]:
     """What plain torch computes of the same case, in its two ways."""
-    spec = cases.spec_of(plain.experts(**_widths(one.case), dtype=dtype, device="cpu"), one.case.sizes.k)
-    return [reference.results(spec, one.case, dtype, torch.float32, way) for way in reference.PLAIN_WAYS]
-
-
-def _widths(case: Case) -> dict[str, int]:
-    return {name: size for name, size in case.sizes._asdict().items() if name != "L"}
+    return [reference.results(one.spec, one.case, dtype, torch.float32, way) for way in reference.PLAIN_WAYS]
 
 
 def lost_rows(factory: Factory, tile: int) -> Figure:
     """The rows of each expert in the first case, tile by tile, and which tokens have a wrong output."""
     one = compared(factory)
-    rows = torch.bincount(one.case.topk_index.flatten(), minlength=one.case.sizes.E)
+    rows = np.bincount(one.case.topk_index.flatten(), minlength=one.case.sizes.E)
     figure, (bars, tokens) = panels(11, 3.2, 1, 2, width_ratios=(2, 3))
     whole = rows // tile * tile
     experts = range(len(rows))
@@ -242,9 +239,9 @@ FLOOR = 1e-10  # where errors of zero are drawn
 CEILING = 1e3  # and those that are infinite
 
 
-def weak_test(tolerance: float, size: float | None, routing: str, looks_at: str, steps: int) -> Figure:
+def weak_test(tolerance: float, weights: float | None, routing: str, looks_at: str, steps: int) -> Figure:
     """The largest absolute error of each layer in one routing, beside a tolerance."""
-    errors = {name: largest_error(one_step(name, size, routing, steps), looks_at) for name in LAYERS}
+    errors = {name: largest_error(one_step(name, weights, routing, steps), looks_at) for name in LAYERS}
     missed = [name for name in WRONG if errors[name] <= tolerance]
     figure, axes = panels(9, 4.4)
     for label, color, chosen in (
@@ -318,6 +315,7 @@ SHOWN: dict[str, tuple[Factory, str]] = {
 }
 
 
+@functools.cache
 def units(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
     """The largest error of each case in units of its bound."""
     return dict(_units(factory, dtype))
