@@ -46,7 +46,9 @@ def test_a_function_is_checked_like_a_module():
 
 def test_the_table_of_a_verdict_is_its_first_finding():
     verdict = checking.checked("last tile lost")
-    rows = rows_of(checking.first_finding(verdict))
+    first, _, lines = checking.first_finding(verdict).data.partition("\n\n")
+    assert first == "Class: **last tile lost**. First in: a step, random."
+    rows = rows_of(checking.Markdown(lines))
     assert [row[0].removeprefix("gradient of ") for row in rows][1:] == [one.tensor for one in verdict.first.wrong][1:]
     assert rows[0][:2] == ["the output", verdict.first.wrong[0].part]
     assert [int(row[4].replace(",", "")) for row in rows] == [round(one.units) for one in verdict.first.wrong]

@@ -65,7 +65,7 @@ def checked(name: str) -> Verdict:
 
 
 def first_finding(verdict: Verdict) -> Markdown:
-    """A line for each wrong tensor of the first wrong case."""
+    """The class of a verdict, and a line for each wrong tensor of the first wrong case."""
     if verdict.first is None:
         return Markdown("Nothing is wrong.")
     rows: list[dict[str, Any]] = [
@@ -78,7 +78,8 @@ def first_finding(verdict: Verdict) -> Markdown:
         }
         for one in verdict.first.wrong
     ]
-    return table(rows)
+    first = f"Class: **{verdict.bug_class}**. First in: {verdict.first.way}, {verdict.first.case}."
+    return Markdown(f"{first}\n\n{table(rows).data}")
 
 
 def classes(verdicts: Mapping[str, Verdict]) -> Markdown:
