@@ -160,9 +160,8 @@ def test_each_part_of_a_test_finds_what_those_before_it_do_not():
 
 
 def test_a_layer_that_rounds_early_is_wrong_in_float32_alone():
-    early = checking.LAYERS["bfloat16 inside"]
-    assert min(checking.units(early, torch.float32).values()) > 100
-    assert max(checking.units(early, torch.bfloat16).values()) < 1
+    assert min(checking.units("bfloat16 inside", torch.float32).values()) > 100
+    assert max(checking.units("bfloat16 inside", torch.bfloat16).values()) < 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -171,8 +170,8 @@ def test_the_picture_has_every_case_of_each_layer_in_units_of_its_bound(dtype):
     lines = {line.get_label(): line for line in axes.lines}
     names = [label.get_text() for label in axes.get_xticklabels()]
     low, high = axes.get_ylim()
-    for label, (factory, _) in checking.SHOWN.items():
-        expected = checking.units(factory, getattr(torch, dtype))
+    for label in checking.SHOWN:
+        expected = checking.units(label, getattr(torch, dtype))
         assert [names[round(place)] for place in lines[label].get_xdata()] == list(expected)
         np.testing.assert_allclose(lines[label].get_ydata(), list(expected.values()))
         assert low < min(expected.values()) and max(expected.values()) < high, "no mark is outside"

@@ -236,8 +236,8 @@ def _guessed(name: str, passes: bool, guess: bool) -> dict[str, Any]:
     return {"wrong layer": name, "your test": says, "your guess": "right" if passes == guess else "wrong"}
 
 
-FLOOR = 1e-10  # where errors of zero are drawn
-CEILING = 1e3  # and those that are infinite
+LEFT_EDGE = 1e-10  # where errors of zero are drawn
+RIGHT_EDGE = 1e3  # and those that are infinite
 
 
 def weak_test(tolerance: float, weights: float | None, routing: str, looks_at: str, steps: int) -> Figure:
@@ -250,12 +250,12 @@ def weak_test(tolerance: float, weights: float | None, routing: str, looks_at: s
         ("wrong, and passes", VERMILLION, missed),
         ("wrong, and fails", GREEN, [name for name in WRONG if name not in missed]),
     ):
-        shown = [min(max(errors[name], FLOOR), CEILING) for name in chosen]
+        shown = [min(max(errors[name], LEFT_EDGE), RIGHT_EDGE) for name in chosen]
         axes.plot(shown, [list(LAYERS).index(name) for name in chosen], label=label, **dotted(color))
     axes.axvline(tolerance, color=BLACK, linewidth=1, label="tolerance")
     axes.set_yticks(range(len(LAYERS)), LAYERS)
     axes.invert_yaxis()
-    axes.set(xscale="log", xlim=(FLOOR / 2, CEILING * 2), xlabel=f"largest absolute error of {looks_at}")
+    axes.set(xscale="log", xlim=(LEFT_EDGE / 2, RIGHT_EDGE * 2), xlabel=f"largest absolute error of {looks_at}")
     heading(axes, f"{len(missed)} of {len(WRONG)} wrong layers pass: their errors are left of the tolerance")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
@@ -317,9 +317,9 @@ SHOWN: dict[str, tuple[Factory, str]] = {
 
 
 @functools.cache
-def units(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
-    """The largest error of each case in units of its bound."""
-    return dict(_units(factory, dtype))
+def units(name: str, dtype: torch.dtype) -> dict[str, float]:
+    """The largest error of one of ``SHOWN`` in each case, in units of its bound."""
+    return dict(_units(SHOWN[name][0], dtype))
 
 
 def _units(factory: Factory, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
@@ -332,8 +332,8 @@ def units_picture(dtype: str) -> Figure:
     """The largest error of three layers in each case, in units of its bound."""
     figure, axes = panels(10, 4.2)
     names = list(PATTERNS)
-    for beside, (label, (factory, color)) in zip((-0.2, 0, 0.2), SHOWN.items(), strict=True):
-        found = units(factory, getattr(torch, dtype))
+    for beside, (label, (_, color)) in zip((-0.2, 0, 0.2), SHOWN.items(), strict=True):
+        found = units(label, getattr(torch, dtype))
         axes.plot([names.index(name) + beside for name in found], found.values(), label=label, **dotted(color))
     axes.axhline(1, color=BLACK, linewidth=1)
     axes.text(-0.4, 1.2, "the bound", va="bottom")

@@ -156,9 +156,10 @@ EXERCISES: tuple[Exercise, ...] = (
         name="small-and-hard",
         title="A small routing that finds seven bugs",
         difficulty=2,
-        question="""Seven wrong layers of the notebook show in one step: zeros, gate and up exchanged, last tile lost,
-            last expert skipped, choices overwritten, stale gradient, and NaN without tokens. Construct `topk_experts`
-            of at most `most` tokens, two different experts for each, with which none of the seven passes.""",
+        question="""Seven wrong layers of notebook 12 can show in one step: `zeros`, `gate and up exchanged`,
+            `last tile lost`, `last expert skipped`, `choices overwritten`, `stale gradient` and `NaN without tokens`.
+            Construct `topk_experts` of at most `most` tokens, two different experts for each, with which none of the
+            seven passes.""",
         given={"experts": 4, "most": 4},
         asked={"topk_experts": Asked("two experts a token", "[[0, 3]]")},
         check=_finds,

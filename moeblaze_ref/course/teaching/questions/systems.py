@@ -257,7 +257,7 @@ QUESTIONS: tuple[Question, ...] = (
         right="One that leaves an old gradient in place for experts without tokens.",
         wrong={
             "One that exchanges gate and up.": "Its output differs for every token.",
-            "One that multiplies an expert's input by the gate.": "The activation is not linear, so the output differs.",
+            "One that multiplies an expert's input by the gate.": "The activation is not linear, so outputs differ.",
             "One that lets no gradient reach the router's gates.": "The test compares the gradients of the gates.",
         },
         why="The bug has an effect only if some expert has no token, and here each has some.",
