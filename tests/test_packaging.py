@@ -386,3 +386,10 @@ def test_what_needs_or_tools_says_what_to_install(host, tmp_path):
     said = host.run("moeblaze", "place", "--synthetic", "2x8x2", "--gpus", "2", cwd=tmp_path)
     assert said.returncode == 2
     assert said.stderr == "error: OR-Tools is not installed: pip install 'moeblaze_ref[placement]'\n"
+
+
+def test_what_needs_transformers_says_what_to_install(host, tmp_path):
+    cell = "from moeblaze_ref.course.notebook import small_qwen; small_qwen.small_qwen()"
+    said = host.run("python", "-c", cell, cwd=tmp_path)
+    assert said.returncode == 1
+    assert said.stderr.endswith("Missing: transformers is not installed: pip install 'moeblaze_ref[huggingface]'\n")

@@ -181,7 +181,7 @@ class Step(NamedTuple):
 
 @functools.cache
 def one_step(name: str, size: float | None = INITIAL, routing: str = RANDOM, steps: int = 1) -> Step:
-    """Run one of ``LAYERS`` as a usual test does.
+    """Run one of ``LAYERS`` as a simple test does.
 
     Parameters
     ----------

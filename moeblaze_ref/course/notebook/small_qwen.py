@@ -76,8 +76,10 @@ def running(model: Any, experts: str) -> Iterator[None]:
         return
     before = model.config._experts_implementation
     model.set_experts_implementation(experts)
-    yield
-    model.set_experts_implementation(before)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 class Kept(NamedTuple):

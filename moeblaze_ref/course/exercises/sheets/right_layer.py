@@ -109,7 +109,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "Put `found = 0` into the test. Which size of `right` stands on both sides?",
             "Solve `right = atol + rtol * right`. For the second number, `found - right` is `-right`.",
         ),
-        why="""Outputs of a layer whose weights are small are smaller than usual tolerances, so zeros pass. The relative
+        why="""Small weights make outputs that are smaller than many a tolerance, so zeros pass. The relative
             error of zeros is one, whatever the sizes are.""",
     ),
     Prediction(
@@ -149,7 +149,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "How many rows must each expert have, so that nothing of a tile is left over?",
             "Each of the four experts needs at least one row, and a multiple of four. Eight tokens have 16 rows.",
         ),
-        why="""Sizes that are multiples of everything are the usual choice in tests, and they hide such bugs. The cases
+        why="""Sizes that are multiples of everything are an easy choice for a test, and they hide such bugs. The cases
             of the check have odd sizes and idle experts on purpose.""",
     ),
     Construction(
