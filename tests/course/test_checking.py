@@ -135,7 +135,7 @@ def test_a_guess_is_compared_with_what_the_test_passes():
     ],
 )
 def test_every_routing_of_the_notebook_hides_a_layer(routing, passing):
-    figure = drawn(checking.weak_test(1e-3, None, routing, checking.GRADIENTS, 2))
+    figure = drawn(checking.weak_test(1e-3, "large", routing, checking.GRADIENTS, 2))
     (axes,) = figure.axes
     lines = {line.get_label(): line for line in axes.lines}
     names = [label.get_text() for label in axes.get_yticklabels()]
@@ -254,7 +254,7 @@ def test_without_transformers_one_line_says_what_to_install(monkeypatch):
     "picture",
     [
         lambda: checking.lost_rows(TILES, 16),
-        lambda: checking.weak_test(0.02, None, "random", checking.OUTPUT, 1),
+        lambda: checking.weak_test(0.02, "large", "random", checking.OUTPUT, 1),
         lambda: checking.units_picture("float32"),
         lambda: small_qwen.kept_picture(k=2, h=32),
     ],

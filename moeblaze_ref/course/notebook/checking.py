@@ -165,6 +165,7 @@ def _draw_tokens(axes: Any, one: Compared) -> None:
 # Weak tests ----------------------------------------------------------------------------------------------------------
 
 INITIAL = 0.02  # standard deviation of weights when a model's training begins
+SIZES = {"small": INITIAL, "large": None}  # as of `one_step`
 
 
 class Step(NamedTuple):
@@ -240,9 +241,9 @@ LEFT_EDGE = 1e-10  # where errors of zero are drawn
 RIGHT_EDGE = 1e3  # and those that are infinite
 
 
-def weak_test(tolerance: float, weights: float | None, routing: str, looks_at: str, steps: int) -> Figure:
+def weak_test(tolerance: float, weights: str, routing: str, looks_at: str, steps: int) -> Figure:
     """The largest absolute error of each layer in one routing, beside a tolerance."""
-    errors = {name: largest_error(one_step(name, weights, routing, steps), looks_at) for name in LAYERS}
+    errors = {name: largest_error(one_step(name, SIZES[weights], routing, steps), looks_at) for name in LAYERS}
     missed = [name for name in WRONG if errors[name] <= tolerance]
     figure, axes = panels(9, 4.4)
     for label, color, chosen in (
