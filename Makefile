@@ -160,7 +160,7 @@ lock: ## Pin the versions of all packages in requirements.lock
 	$(PYTHON) -m venv build/uv
 	build/uv/bin/pip install --quiet uv==0.13.8
 	$(COMPILE) --universal --fork-strategy fewest --annotation-style line --custom-compile-command 'make lock' \
-	    --extra placement --extra docs --extra test pyproject.toml --output-file requirements.lock
+	    --extra placement --extra huggingface --extra docs --extra test pyproject.toml --output-file requirements.lock
 	$(COMPILE) --python-platform linux --no-header --no-annotate --constraint requirements.lock \
 	    --extra gpu pyproject.toml --output-file build/gpu.lock
 	{ echo '# What a GPU adds to requirements.lock, written by `make lock` too.'; \

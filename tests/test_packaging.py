@@ -22,6 +22,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 NEEDED = (
     PROJECT["dependencies"]
     + EXTRAS["placement"]
+    + EXTRAS["huggingface"]
     + EXTRAS["docs"]
     + EXTRAS["test"]
     + PYPROJECT["build-system"]["requires"]
@@ -359,7 +360,7 @@ def test_what_the_set_up_cell_adds_is_listed():
 
 
 def test_a_host_has_none_of_the_optional_packages(host):
-    hidden = {"ortools", "pandas", "pytest", "sphinx"}
+    hidden = {"ortools", "pandas", "pytest", "sphinx", "transformers"}
     assert hidden <= set(undeclared_modules())
     for name in hidden:
         assert "ModuleNotFoundError" in host.run("python", "-c", f"import {name}").stderr
@@ -385,3 +386,10 @@ def test_what_needs_or_tools_says_what_to_install(host, tmp_path):
     said = host.run("moeblaze", "place", "--synthetic", "2x8x2", "--gpus", "2", cwd=tmp_path)
     assert said.returncode == 2
     assert said.stderr == "error: OR-Tools is not installed: pip install 'moeblaze_ref[placement]'\n"
+
+
+def test_what_needs_transformers_says_what_to_install(host, tmp_path):
+    cell = "from moeblaze_ref.course.notebook import small_qwen; small_qwen.small_qwen()"
+    said = host.run("python", "-c", cell, cwd=tmp_path)
+    assert said.returncode == 1
+    assert said.stderr.endswith("Missing: transformers is not installed: pip install 'moeblaze_ref[huggingface]'\n")

@@ -176,7 +176,7 @@ def quiz_(
     answers: Annotated[Path | None, to_file(help="Markdown file of the answers, for the lecturer.")] = None,
     force: Force = False,
 ):
-    """Write the quiz of 42 questions, its answers, or both, each into a file of its own."""
+    """Write the quiz of 44 questions, its answers, or both, each into a file of its own."""
     from moeblaze_ref.core import records
     from moeblaze_ref.course.teaching import quiz
 

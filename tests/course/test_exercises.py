@@ -116,7 +116,7 @@ def test_there_are_enough_of_each_kind():
         kinds["numba"] >= 15
         and kinds["cuda"] >= 15
         and kinds["bug"] >= 6
-        and kinds["torch"] == 7
+        and kinds["torch"] == 8
         and kinds.keys() == KINDS.keys()
     )
     assert len(EXERCISES) >= 60
@@ -274,6 +274,10 @@ def test_what_is_no_prediction_is_no_failure(name, said, message):
         ("fit-it", [8, 3], "ZeRO 3 gathers all weights"),
         ("fit-it", [1, 2], r"the peak is 119\.3 GB, in the backward, but it must be at most 80"),
         ("fit-it", [8, 0], r"the peak is 84\.2 GB, in the optimizer, but it must be at most 80"),
+        ("full-tiles", [[0, 1]] * 4, r"the test finds 'stale gradient': the experts have \[4, 4, 0, 0\] rows"),
+        ("full-tiles", [[0, 1], [2, 3]], r"the test finds 'last tile lost': the experts have \[1, 1, 1, 1\] rows"),
+        ("small-and-hard", [[0, 1]], "'last expert skipped' passes, though it is wrong"),
+        ("small-and-hard", [[0, 1], [2, 3]], "'stale gradient' passes, though it is wrong"),
     ],
 )
 def test_an_example_that_does_not_do_what_is_asked_counts_as_a_failure(name, said, message):
@@ -305,6 +309,11 @@ def test_an_example_that_does_not_do_what_is_asked_counts_as_a_failure(name, sai
         ("fit-it", [4], r"division has shape \(1,\), but it must be \(2,\)"),
         ("fit-it", [3, 1], "expert is 3, but it must divide"),
         ("fit-it", [4, 4], "zero is 4, but it must be"),
+        ("full-tiles", [[0, 1, 2]], r"topk_experts has shape \(1, 3\), but it must be \(any, 2\)"),
+        ("full-tiles", [[0, 0]], "topk_experts"),
+        ("full-tiles", [[0, 1]] * 65, "topk_experts has 65 tokens, but there may be 64 at most"),
+        ("small-and-hard", [[0, 4]], r"topk_experts\[0, 1\] is 4, but there are only 4 experts"),
+        ("small-and-hard", [[0, 3]] * 5, "topk_experts has 5 tokens, but there may be 4 at most"),
         ("missing-pair", ..., "token_expert_indices is still ...: put your construction in its place"),
     ],
 )
@@ -322,6 +331,10 @@ def test_an_answer_of_the_wrong_form_is_no_failure(name, said, message):
         ("exactly-one", [[0, 0, 1], [0, 0, 1]]),
         ("exactly-one", [[0, 1, 0], [0, 0, 1]]),
         ("fit-it", [8, 1]),
+        ("full-tiles", [[0, 1], [2, 3]] * 4),
+        ("full-tiles", [[1, 3]] * 8 + [[0, 2]] * 4),
+        ("small-and-hard", [[3, 1]]),
+        ("small-and-hard", [[0, 3], [0, 1], [3, 0]]),
     ],
 )
 def test_other_examples_are_right_too(name, said):
@@ -345,6 +358,22 @@ def test_other_examples_are_right_too(name, said):
     ],
 )
 def test_the_papers_errors_by_hand(name, right, wrong):
+    assert Desk().predict(name, **right)
+    with pytest.raises(Unsolved, match=next(iter(wrong))):
+        Desk().predict(name, **(right | wrong))
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("zeros-pass", {"largest": 0.0556, "error": 1}, {"largest": 0.05}),
+        ("zeros-pass", {"largest": 0.0556, "error": 1}, {"error": 0}),
+        ("times-the-bound", {"bound": 0.0062, "units": 1.5, "float32_bound": 1e-5}, {"bound": 0.0031}),
+        ("times-the-bound", {"bound": 0.0062, "units": 1.5, "float32_bound": 1e-5}, {"units": 3}),
+        ("times-the-bound", {"bound": 0.0062, "units": 1.5, "float32_bound": 1e-5}, {"float32_bound": 4.2e-7}),
+    ],
+)
+def test_weak_tests_and_bounds_by_hand(name, right, wrong):
     assert Desk().predict(name, **right)
     with pytest.raises(Unsolved, match=next(iter(wrong))):
         Desk().predict(name, **(right | wrong))

@@ -85,7 +85,7 @@ from moeblaze_ref.verify.cases import (
 
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-NEED_OR_TOOLS = ("09_expert_placement", "10_expert_parallel")
+NEED_EXTRAS = ("09_expert_placement", "10_expert_parallel", "12_is_your_layer_right")
 KERNELS = "dispatch/1_dense_map.cu"
 
 
@@ -114,8 +114,8 @@ def cells(path, kind):
 
 
 def run_of(path, host):
-    """A notebook's run as text: by the wheel on a host, or here if it needs OR-Tools, which hosts lack."""
-    if path.stem in NEED_OR_TOOLS:
+    """A notebook's run as text: by the wheel on a host, or here if it needs one of the extras, which hosts lack."""
+    if path.stem in NEED_EXTRAS:
         return nbformat.writes(execute(notebook(path), FOLDER))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", str(host.bin / "python"))

@@ -39,11 +39,12 @@ BY_HAND = {
     "pairs-of-a-token": 2 * 2,
     "ranks-of-a-token": 2 * (1 - 6 / 28),
     "one-of-four": 4 * 8 + 12 * 8 / 4,
+    "times-its-bound": 0.012 / (2 * 0.004),
 }
 
 
-def test_there_are_42_questions_with_names_of_their_own():
-    assert len(QUESTIONS) == len(quiz.questions()) == 42
+def test_there_are_44_questions_with_names_of_their_own():
+    assert len(QUESTIONS) == len(quiz.questions()) == 44
     of_notebooks = {sheet.course for sheet in SHEETS if sheet.number is not None}
     assert {question.notebook for question in QUESTIONS.values()} == of_notebooks
 
@@ -92,7 +93,7 @@ def test_the_sheet_has_every_question_and_no_answer():
         if isinstance(question, Number):
             assert cell_text(question.compute()) not in text.split(question.ask)[1].split("\n**")[0]
     assert not any(reason in text for question in CHOICES for reason in question.wrong.values())
-    assert re.findall(r"^\*\*(\d+)\.\*\*", text, re.MULTILINE) == [str(number) for number in range(1, 43)]
+    assert re.findall(r"^\*\*(\d+)\.\*\*", text, re.MULTILINE) == [str(number) for number in range(1, 45)]
 
 
 def test_the_key_has_every_answer_with_its_letter_its_reasons_and_its_source():
@@ -109,7 +110,7 @@ def test_the_key_has_every_answer_with_its_letter_its_reasons_and_its_source():
 
 def test_the_command_writes_either_or_both(tmp_path):
     both = moeblaze("course", "quiz", "--out", tmp_path / "quiz.md", "--answers", tmp_path / "key.md")
-    assert both.exit_code == 0 and "42 questions" in both.stdout
+    assert both.exit_code == 0 and "44 questions" in both.stdout
     assert (tmp_path / "quiz.md").read_text() == quiz.sheet() and (tmp_path / "key.md").read_text() == quiz.key()
     assert moeblaze("course", "quiz", "--answers", tmp_path / "key.md").exit_code == 0, "its own file is replaced"
 

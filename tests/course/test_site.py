@@ -432,7 +432,7 @@ def test_times_are_rounded_and_summed():
     reading = course_path.reading_minutes(ROOT / "notebooks" / "00_memory_wall.ipynb")
     line = rf"\[0\. The memory wall\]\(\S+\) \| {reading} min \| 1 min 10 s \|"
     assert re.search(line, filled) and "- cores: 2" in filled
-    assert re.search(r"\| all \| \d+ min \| 14 min \|", filled)  # twelve notebooks
+    assert re.search(r"\| all \| \d+ min \| 15 min 10 s \|", filled)  # thirteen notebooks
     assert "| 9 s |" in course_path.fill("<!-- begin times -->\n<!-- end times -->", course(9.4))
 
 

@@ -8,7 +8,20 @@ import torch.nn.functional as F
 
 from moeblaze_ref.verify.layers.activations import ClampedSwiglu
 from moeblaze_ref.verify.layers.adapters import plain
-from moeblaze_ref.verify.layers.adapters.plain import PlainExperts, PlainMoE, swiglu
+from moeblaze_ref.verify.layers.adapters.plain import PlainExperts, PlainMoE
+from moeblaze_ref.verify.layers.adapters.wrong import (
+    CachedDispatch,
+    FewBits,
+    Gelu,
+    LastExpertSkipped,
+    MeanOfRows,
+    NoGradient,
+    Overwritten,
+    StaleGradient,
+    Swapped,
+    WeighedInput,
+    WholeTiles,
+)
 
 
 class Mutant(NamedTuple):
@@ -27,11 +40,6 @@ def moe(kind=PlainMoE, experts_kind=PlainExperts, **options):
 
 
 GPT_OSS = {"biases": True, "activation": ClampedSwiglu()}
-
-
-class Swapped(PlainExperts):
-    def up(self, e, rows):
-        return super().up(e, rows)[::-1]
 
 
 class Interleaved(PlainExperts):
@@ -70,11 +78,6 @@ class Detached(PlainMoE):
         return index, gates.detach()
 
 
-class WeighedInput(PlainExperts):
-    def expert(self, e, rows, gate):
-        return super().expert(e, rows * gate.to(rows.dtype), torch.ones_like(gate))
-
-
 class WeighedTwice(PlainExperts):
     def expert(self, e, rows, gate):
         return super().expert(e, rows * gate.to(rows.dtype), gate)
@@ -85,23 +88,6 @@ class Capacity(PlainExperts):
         capacity = max(1, len(rows) // len(lengths))
         position = torch.cat([torch.arange(length) for length in lengths])
         return super().run(rows, lengths, gates * (position < capacity)[:, None])
-
-
-class WholeTiles(PlainExperts):
-    def expert(self, e, rows, gate):
-        whole = len(rows) // 16 * 16
-        done = super().expert(e, rows[:whole], gate[:whole])
-        return torch.cat([done, torch.zeros_like(rows[whole:])])
-
-
-class LastExpertSkipped(PlainExperts):
-    def expert(self, e, rows, gate):
-        return super().expert(e, rows, gate * (e != len(self.down) - 1))
-
-
-class Overwritten(PlainExperts):
-    def combine(self, out, token, y):
-        return out.index_put((token,), y.to(out.dtype))
 
 
 class LastChoiceLost(PlainExperts):
@@ -157,12 +143,6 @@ class BiasNotWeighted(PlainExperts):
         return F.linear(hidden, self.down[e]) * gate.to(hidden.dtype) + self.down_bias[e]
 
 
-class Gelu(PlainExperts):
-    def expert(self, e, rows, gate):
-        a, b = self.up(e, rows)
-        return F.linear(F.gelu(a) * b, self.down[e]) * gate.to(a.dtype)
-
-
 class NoClamp(PlainExperts):
     def expert(self, e, rows, gate):
         a, b = self.up(e, rows)
@@ -185,62 +165,6 @@ class NoShared(PlainMoE):
 class SharedTwice(PlainMoE):
     def shared_part(self, x):
         return 2 * super().shared_part(x)
-
-
-class _Stale(torch.autograd.Function):
-    """A product whose gradient of the weight is not written if there are no rows."""
-
-    @staticmethod
-    def forward(ctx, rows, weight):
-        ctx.save_for_backward(rows, weight)
-        return rows @ weight.mT
-
-    @staticmethod
-    def backward(ctx, d_y):
-        rows, weight = ctx.saved_tensors
-        return d_y @ weight, d_y.mT @ rows if len(rows) else torch.full_like(weight, 0.25)
-
-
-class StaleGradient(PlainExperts):
-    def expert(self, e, rows, gate):
-        hidden = self.activation(*self.up(e, rows))
-        return _Stale.apply(hidden, self.down[e].to(hidden.dtype)) * gate.to(hidden.dtype)
-
-
-class NoGradient(PlainExperts):
-    def up(self, e, rows):
-        return list(F.linear(rows, self.gate_up[e].detach()).chunk(2, -1))
-
-
-class MeanOfRows(PlainExperts):
-    """An expert without tokens divides zero by zero."""
-
-    def run(self, rows, lengths, gates):
-        means = [gate.sum() / gate.numel() for gate in gates.split(lengths)]
-        return super().run(rows, lengths, gates) + 0 * torch.stack(means).sum().to(rows.dtype)
-
-
-class FewBits(PlainExperts):
-    def expert(self, e, rows, gate):
-        a, b = self.up(e, rows)
-        hidden = swiglu(a.bfloat16(), b.bfloat16()).to(a.dtype)
-        return F.linear(hidden, self.down[e]) * gate.to(a.dtype)
-
-
-class CachedDispatch(PlainExperts):
-    def forward(self, x, topk_index, topk_weights):
-        self.order = getattr(self, "order", {})
-        self.order.setdefault(topk_index.shape, super().sort(topk_index))
-        return super().forward(x, topk_index, topk_weights)
-
-    def sort(self, topk_index):
-        return self.order[topk_index.shape]
-
-    def rows_of_experts(self, topk_index):
-        chosen = topk_index.flatten()
-        self.lengths = getattr(self, "lengths", {})
-        self.lengths.setdefault(topk_index.shape, torch.bincount(chosen, minlength=len(self.down)).tolist())
-        return self.lengths[topk_index.shape]
 
 
 class _Shared(torch.autograd.Function):

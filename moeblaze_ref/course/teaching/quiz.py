@@ -1,4 +1,4 @@
-"""A quiz of 42 questions: the sheet that students get, and the key, which is computed when it is written."""
+"""A quiz of 44 questions: the sheet that students get, and the key, which is computed when it is written."""
 
 import random
 import string

@@ -68,7 +68,7 @@ def wanted(
         errors = [_errors(name, results[name], tensor, sizes.get(name, tensor)) for results in plain]
         whole, parts = (max(float(e) for e in kind) for kind in zip(*((w, p.max()) for w, p in errors), strict=True))
         numel, count = tensor.numel() // few, len(errors[0][1])
-        bounds[name] = _bound(whole, numel, dtype), _bound(parts, numel // count, dtype)
+        bounds[name] = bound_for(whole, numel, dtype), bound_for(parts, numel // count, dtype)
     return Wanted(exact, sizes, bounds)
 
 
@@ -135,7 +135,7 @@ def _ratio(error: Tensor, size: Tensor) -> Tensor:
     return torch.where(error == 0, error, error / size)
 
 
-def _bound(lost: float, numel: int, dtype: torch.dtype) -> float:
+def bound_for(lost: float, numel: int, dtype: torch.dtype) -> float:
     """Twice what plain torch loses, or four times in few elements; at least float32's bound, or that of few elements.
 
     In few elements the ratio is noise: 129 bfloat16 numbers that are summed in another order lose half as much or

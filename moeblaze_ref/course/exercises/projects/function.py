@@ -241,3 +241,33 @@ def _loss_cases() -> Iterator[Case]:
 
 
 LOSS = Function("Loss", _loss_cases, by_hand=True, refused=("inference_mode", "ops", "func"))
+
+
+# ---- products of grouped rows ------------------------------------------------------------------------
+
+
+def _grouped(rows: Tensor, w1: Tensor, lengths: np.ndarray) -> Tensor:
+    groups = zip(rows.split(lengths.tolist()), w1, strict=True)
+    return torch.cat([group @ w for group, w in groups])
+
+
+_GROUPS = {  # rows of each expert, one step after another
+    "the first step": (3, 2, 4),
+    "a second step of the same shape, and an expert without rows": (5, 0, 4),
+    "one expert has all rows": (0, 0, 9),
+    "no rows": (0, 0, 0),
+    "other sizes": (1, 6, 0, 2),
+}
+
+
+def _grouped_cases() -> Iterator[Case]:
+    for name, lengths in _GROUPS.items():
+        rng = np.random.default_rng(sum(lengths) + len(lengths))
+        rows, w1 = _random(rng, sum(lengths), 6), _random(rng, len(lengths), 6, 8, scale=6**-0.5)
+        inputs = {"rows": rows, "w1": w1, "lengths": np.array(lengths)}
+        d_out = _random(rng, sum(lengths), 8)
+        allowed = rows.nbytes + inputs["lengths"].nbytes
+        yield Case(name, inputs, d_out, allowed, partial(_differentiated, _grouped, inputs, d_out))
+
+
+GROUPED = Function("Grouped", _grouped_cases, by_hand=True, refused=("inference_mode", "ops", "func"))

@@ -13,6 +13,7 @@ from moeblaze_ref.course.exercises.sheets import (
     papers_errors,
     parallel,
     placement,
+    right_layer,
     routing,
     torch_projects,
     training,
@@ -32,6 +33,7 @@ SHEETS = (
     Sheet("09_expert_placement", "Which GPU holds which expert", placement.EXERCISES),
     Sheet("10_expert_parallel", "Experts on several GPUs", parallel.EXERCISES),
     Sheet("11_whole_wall", "The whole wall", whole.EXERCISES),
+    Sheet("12_is_your_layer_right", "Is your MoE layer right?", right_layer.EXERCISES),
     Sheet(
         "papers_errors",
         "Find the papers' errors",

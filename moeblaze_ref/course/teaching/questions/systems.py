@@ -1,4 +1,4 @@
-"""Questions of notebooks 07 to 11: other systems, training, experts on several GPUs, and the whole step."""
+"""Questions of notebooks 07 to 12: other systems, training, several GPUs, the whole step, and right layers."""
 
 import numpy as np
 
@@ -11,12 +11,13 @@ from moeblaze_ref.placement import trace
 from moeblaze_ref.plan import recipes
 from moeblaze_ref.plan.parts import Weight
 
-BLOCKS, TRAINING, PLACEMENT, PARALLEL, WHOLE = (
+BLOCKS, TRAINING, PLACEMENT, PARALLEL, WHOLE, CHECKS = (
     "07_megablocks",
     "08_train_a_moe_lm",
     "09_expert_placement",
     "10_expert_parallel",
     "11_whole_wall",
+    "12_is_your_layer_right",
 )
 
 
@@ -45,6 +46,14 @@ def _with_zero():
     recipe, weight = recipes.RECIPES["bf16-master"], Weight("w1", (8 * 10**9,))
     optimizer = recipes.master_bytes(recipe, weight.count // 4) + recipes.state_bytes(recipe, weight, weight.count // 4)
     return (2 * recipes.weight_bytes(recipe, weight.count) + optimizer) // GB
+
+
+def _in_bounds():
+    import torch
+
+    from moeblaze_ref.verify.layers.deviations import Deviation, bound_for
+
+    return Deviation("out", None, 0.012, bound_for(0.004, 10_000, torch.bfloat16)).units
 
 
 QUESTIONS: tuple[Question, ...] = (
@@ -223,5 +232,34 @@ QUESTIONS: tuple[Question, ...] = (
             "The log-sum-exp, one for each row and head.": "That is what a flash kernel keeps in their place.",
         },
         why="A flash kernel computes the probabilities again in its backward, block by block.",
+    ),
+    Number(
+        name="times-its-bound",
+        notebook=CHECKS,
+        heading="Where the bound comes from",
+        ask="Plain torch computes an output of 10,000 bfloat16 numbers in two ways, with relative errors of 0.003 and "
+        "0.004. The error of a layer is 0.012. How many times its bound is that?",
+        unit="times the bound",
+        compute=_in_bounds,
+        computed_by="moeblaze_ref.verify.layers.deviations.bound_for",
+        why="The bound is twice the larger error, `0.008`.",
+        slips={
+            3: "That divides by the error of plain torch, without the factor of two.",
+            2: "That takes the smaller of the two errors.",
+        },
+    ),
+    Choice(
+        name="hidden-by-full-tiles",
+        notebook=CHECKS,
+        heading="Build a better test",
+        ask="A test compares the output and all gradients of one step, and finds every error beyond rounding. In its "
+        "routing every expert has 64 rows. Which layer passes?",
+        right="One that leaves an old gradient in place for experts without tokens.",
+        wrong={
+            "One that exchanges gate and up.": "Its output differs for every token.",
+            "One that multiplies an expert's input by the gate.": "The activation is not linear, so outputs differ.",
+            "One that lets no gradient reach the router's gates.": "The test compares the gradients of the gates.",
+        },
+        why="The bug has an effect only if some expert has no token, and here each has some.",
     ),
 )
