@@ -38,6 +38,7 @@ LAYERS = (
     "moeblaze_ref/minimal",
     "moeblaze_ref/inputs",
     "moeblaze_ref/experts/linear",
+    "moeblaze_ref/experts/interleaved",
 )
 SHAPES = LAYER_PRESETS
 RUNS = 2
