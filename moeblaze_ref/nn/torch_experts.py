@@ -122,8 +122,7 @@ def experts(
     if torch.compiler.is_compiling():
         from moeblaze_ref.nn import torch_uncompiled
 
-        if torch.compiler.is_exporting():
-            torch_uncompiled.refuse_export(NAME)
+        torch_uncompiled.refuse_export(NAME)
         out: Tensor = torch_uncompiled.run(_run, *arguments)
         return out
     return _run(*arguments)

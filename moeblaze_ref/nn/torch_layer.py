@@ -74,8 +74,7 @@ class MoEModule(RoutedExperts):
         if torch.compiler.is_compiling():
             from moeblaze_ref.nn import torch_uncompiled
 
-            if torch.compiler.is_exporting():
-                torch_uncompiled.refuse_export(type(self).__name__)
+            torch_uncompiled.refuse_export(type(self).__name__)
             output: MoEOutput = torch_uncompiled.run(self._forward, x, topk_experts)
             return output
         return self._forward(x, topk_experts)

@@ -17,10 +17,11 @@ def run(function: Callable[..., Returned], *arguments: Any) -> Returned:
     return function(*arguments)
 
 
-# torch's decorators have no types.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # so that a strict export calls it, too, in place of tracing it
+# Called in place of being traced: the compiler of torch 2.11 takes is_exporting() for true wherever it traces it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's decorators have no types
 def refuse_export(layer: str) -> None:
-    """Raise RuntimeError: an exported program cannot hold the layer."""
-    raise RuntimeError(
-        f"torch.export cannot export {layer}: save its state_dict, and load it into a {layer} where it runs"
-    )
+    """Raise RuntimeError under ``torch.export``: an exported program cannot hold the layer."""
+    if torch.compiler.is_exporting():
+        raise RuntimeError(
+            f"torch.export cannot export {layer}: save its state_dict, and load it into a {layer} where it runs"
+        )
