@@ -133,22 +133,19 @@ class Adapter:
             If a layout names no parameter, a shape is not that of its layout, a parameter has no layout, or a weight is
             missing or has no part in what the layer computes.
         """
+        found = layouts.places(self.weights, sizes.E)
+        roles = {role for place in found for role in place.layout.roles}
+        if self.shared < 1 and roles & set(SHARED):
+            raise ValueError(f"weights has a shared expert, but shared, its width, is {self.shared}")
         tensors = self._tensors()
-        widths = sizes._asdict() | {"s": self.shared}
-        found = []
-        named_places = layouts.places(self.weights, sizes.E)
-        self._check_roles({role for place in named_places for role in place.layout.roles})
-        for place in named_places:
-            if place.name not in tensors:
-                raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
-            tensor, shape = tensors[place.name], place.layout.shape(widths)
-            if tuple(tensor.shape) != shape:
-                wanted = f"({place.layout.text}) with {sizes} is {shape}"
-                raise ValueError(f"{place.name} has shape {tuple(tensor.shape)}, but {wanted}")
-            found.append((place, tensor))
-        if missing := self._trained() - {place.name for place, _ in found}:
-            raise ValueError(f"weights lacks a layout of {', '.join(sorted(missing))}, which the layer trains")
-        return found
+        placed = [(place, _tensor_of(place, tensors, sizes, self.shared)) for place in found]
+        if missing := self._trained() - {place.name for place in found}:
+            raise ValueError(
+                f"weights lacks a layout of {', '.join(sorted(missing))}, which the layer trains: "
+                "give one, or freeze what has no part in the check"
+            )
+        self._check_roles(roles)
+        return placed
 
     def _check_roles(self, named: set[str]) -> None:
         """Check that the weights are those of the router, of the activation and of a shared expert, if there is one."""
@@ -159,8 +156,6 @@ class Adapter:
         biases = {f"{role}_bias" for role in self._of_experts()}
         if useless := [role for role in layouts.ROLES if role in named - needed - biases]:
             raise ValueError(f"weights has a layout of {', '.join(useless)}, which {self._described()} does not use")
-        if self.shared < 1 and named & set(SHARED):
-            raise ValueError(f"weights has a shared expert, but shared, its width, is {self.shared}")
 
     def _of_experts(self) -> list[str]:
         return ["gate", "up", "down"] if takes_gate(self.activation) else ["up", "down"]
@@ -172,8 +167,9 @@ class Adapter:
             yield from ["router_bias"] * router.logit_bias + ["selection_bias"] * router.selection_bias
 
     def _described(self) -> str:
-        router = "a layer without a router inside" if self.router is None else "a layer with this router"
-        return f"{router} and activation {self.activation!r}" if isinstance(self.activation, str) else router
+        router = "no router inside" if self.router is None else "this router"
+        activation = f"activation {self.activation!r}" if isinstance(self.activation, str) else "this activation"
+        return f"a layer with {activation} and {router}"
 
     def _tensors(self) -> Mapping[str, Tensor]:
         if self.tensors is not None:
@@ -186,6 +182,17 @@ class Adapter:
 
     def _of_module(self, kind: str) -> dict[str, Tensor]:
         return dict(getattr(self.module, kind)()) if isinstance(self.module, nn.Module) else {}
+
+
+def _tensor_of(place: Place, tensors: Mapping[str, Tensor], sizes: Sizes, shared: int) -> Tensor:
+    """Return the parameter, whose shape must be that of its layout."""
+    if place.name not in tensors:
+        raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
+    tensor, shape = tensors[place.name], place.layout.shape(sizes._asdict() | {"s": shared})
+    if tuple(tensor.shape) != shape:
+        wanted = f"({place.layout.text}) with {sizes} is {shape}"
+        raise ValueError(f"{place.name} has shape {tuple(tensor.shape)}, but {wanted}")
+    return tensor
 
 
 def _check_function(activation: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -235,12 +242,14 @@ def make(factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> Ada
     Raises
     ------
     LayerFault
-        If the factory raises an error, or returns no adapter.
+        If the factory raises an error.
+    TypeError
+        If it returns no adapter.
     """
     try:
         adapter = factory(d=sizes.d, h=sizes.h, E=sizes.E, k=sizes.k, dtype=dtype, device=device)
     except Exception as error:
         raise LayerFault(f"the factory raised {in_a_line(error)}") from error
     if not isinstance(adapter, Adapter):
-        raise LayerFault(f"the factory returns {kind(adapter)}, but it must return a verify.layers.Adapter")
+        raise TypeError(f"the factory returns {kind(adapter)}, but it must return a verify.layers.Adapter")
     return adapter

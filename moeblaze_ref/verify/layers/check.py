@@ -105,7 +105,7 @@ def check_layer(
     TypeError
         If the factory returns no adapter.
     ValueError
-        If the adapter's weights do not fit its layouts, or it does not compute in a dtype.
+        If the factory raises an error, the adapter's weights do not fit its layouts, or it does not compute in a dtype.
     """
     adapter = adapters.make(factory, PROBE, torch.float32, device)
     adapter.places(PROBE)

@@ -91,5 +91,5 @@ def _work(sending: Connection, work: Callable[..., Iterable[Any]], arguments: tu
         sending.send(("done", None))
     except (ValueError, TypeError) as error:
         sending.send(("error", type(error)(*map(str, error.args))))
-    except Exception as error:
+    except BaseException as error:  # sys.exit is one
         sending.send(("error", ChildProcessError(in_a_line(error))))

@@ -49,10 +49,10 @@ class CheckedLayer(NamedTuple):
             If the factory raises an error, or what it makes does not fit the layouts; so do the other methods if the
             layer raises one.
         """
-        adapter = adapters.make(factory, sizes, dtype, device)
         try:
+            adapter = adapters.make(factory, sizes, dtype, device)
             return cls(adapter, adapter.places(sizes), dtype, device)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise LayerFault(str(error)) from None
 
     @property
