@@ -64,6 +64,11 @@ class SoftmaxOfAll(PlainMoE):  # where that of the chosen is wanted
         return index, values
 
 
+class RenormalizedGiven(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index, topk_weights / topk_weights.sum(1, keepdim=True))
+
+
 class Detached(PlainMoE):
     def route(self, x):
         index, gates = super().route(x)
@@ -421,6 +426,7 @@ MUTANTS = {
     "norm_topk_prob ignored": Mutant(moe(NotRenormalized), "gates not renormalized"),
     "softmax of all for that of the chosen": Mutant(moe(SoftmaxOfAll, family="gpt_oss"), "gates not renormalized"),
     "softmax after the choice": Mutant(moe(SoftmaxOfChosen, family="olmoe"), "gates renormalized"),
+    "given gates renormalized": Mutant(experts(RenormalizedGiven), "gates renormalized"),
     "detached gates": Mutant(moe(Detached), "gates without gradient"),
     "weight on the input": Mutant(experts(WeighedInput), "gate on the wrong side"),
     "weight on both": Mutant(experts(WeighedTwice), "gate on the wrong side"),

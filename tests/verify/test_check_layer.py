@@ -288,6 +288,19 @@ def test_an_error_of_the_check_is_not_one_of_the_layer(monkeypatch):
         findings_on(plain.PlainExperts, "random")
 
 
+class NanOfOneToken(plain.PlainExperts):
+    """The variance of a sample of one."""
+
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index, topk_weights) + 0 * (x - x.mean(0)).square().sum(0) / (len(x) - 1)
+
+
+def test_nan_of_one_token_is_not_that_of_experts_without_tokens():
+    verdict = verdict_on(partial(plain.experts, kind=NanOfOneToken))
+    assert {f.case for f in verdict.findings if not f.ok} == {"one token", "one token, one choice"}
+    assert verdict.bug_class == UNKNOWN
+
+
 # Small errors ---------------------------------------------------------------------------------------------------------
 
 

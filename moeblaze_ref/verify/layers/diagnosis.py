@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeblaze_ref.verify.layers import cases, predictions, reference
 from moeblaze_ref.verify.layers.deviations import PARTS, Deviation, Wanted, deviations, worst, wrong_parts
+from moeblaze_ref.verify.layers.faults import LayerFault
 from moeblaze_ref.verify.layers.predictions import Prediction
 from moeblaze_ref.verify.layers.reference import Case, Results, Spec
 
@@ -139,7 +140,10 @@ def few_bits(evidence: Sequence[Evidence]) -> bool:
     wrong = [one for one in evidence if one.wrong]
     if not wrong or any(deviation.error >= FEW_BITS_ERROR for one in wrong for deviation in one.wrong):
         return False
-    return all(one.dtype == torch.float32 for one in wrong) and _change_as_rounding(wrong)
+    try:
+        return all(one.dtype == torch.float32 for one in wrong) and _change_as_rounding(wrong)
+    except LayerFault:  # in another step
+        return False
 
 
 def _change_as_rounding(wrong: Sequence[Evidence]) -> bool:
@@ -163,10 +167,14 @@ def _cosine(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def not_finite(evidence: Sequence[Evidence]) -> bool:
-    """Some numbers are NaN or infinite, in cases with experts without tokens alone."""
-    bad = [one for one in evidence if not all(found.isfinite().all() for found in one.found.values())]
-    wrong = [one for one in evidence if one.wrong]
-    return bool(bad) and len(bad) == len(wrong) and all(_has_idle_experts(one.case) for one in bad)
+    """Some numbers are NaN or infinite in every case with experts without tokens; all else is right."""
+    if all(_is_finite(one) for one in evidence):
+        return False
+    return all(not _is_finite(one) if _has_idle_experts(one.case) else not one.wrong for one in evidence)
+
+
+def _is_finite(evidence: Evidence) -> bool:
+    return all(bool(found.isfinite().all()) for found in evidence.found.values())
 
 
 def _has_idle_experts(case: Case) -> bool:
