@@ -4,9 +4,7 @@
 where its folder is, such as ``mb.memory.accounting``. Each is imported when it is first used.
 """
 
-import importlib
-
-from moeblaze_ref.core.on_demand import module_of
+from moeblaze_ref.core.on_demand import attribute_of
 
 _HOMES = {"MoELayer": "moeblaze_ref.nn.torch_layer"}  # torch takes seconds
 _HOMES |= dict.fromkeys(("ACTIVATIONS", "POLICIES", "MoEConfig", "preset"), "moeblaze_ref.core.config")
@@ -14,9 +12,7 @@ _HOMES |= dict.fromkeys(("KIB", "MIB", "GIB", "GB"), "moeblaze_ref.core.units")
 
 
 def __getattr__(name: str):
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    return module_of(__name__, name)
+    return attribute_of(__name__, _HOMES, name)
 
 
 def __dir__() -> list[str]:

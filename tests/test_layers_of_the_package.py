@@ -13,7 +13,7 @@ from moeblaze_ref import nn
 from moeblaze_ref.backends import registry
 from moeblaze_ref.core.paths import PACKAGE, ROOT
 from moeblaze_ref.nn import SYSTEMS, MoELayer
-from moeblaze_ref.verify import in_subprocess
+from moeblaze_ref.verify import in_subprocess, layers
 
 ABOVE = {"__init__.py", "__main__.py"}
 MODULES = re.compile(r"python3? -m (moeblaze_ref[\w.]*)|\$\(BIN\)/python -m (moeblaze_ref[\w.]*)")
@@ -53,7 +53,11 @@ def test_what_the_server_imports_before_it_forks_exists(name):
 
 @pytest.mark.parametrize(
     ("module", "expensive"),
-    [("moeblaze_ref", {"torch", "numpy", "typer"}), ("moeblaze_ref.cli.app", {"torch", "matplotlib", "numba", "cupy"})],
+    [
+        ("moeblaze_ref", {"torch", "numpy", "typer"}),
+        ("moeblaze_ref.verify", {"torch", "numpy", "typer"}),
+        ("moeblaze_ref.cli.app", {"torch", "matplotlib", "numba", "cupy"}),
+    ],
 )
 def test_importing_the_package_costs_nothing_and_the_command_little(module, expensive):
     code = f"import sys, {module}; print('MoELayer' in dir(moeblaze_ref), {{*sys.modules}} & {expensive})"
@@ -64,6 +68,12 @@ def test_the_layer_comes_from_the_package():
     assert moeblaze_ref.MoELayer is MoELayer
     with pytest.raises(AttributeError, match="module 'moeblaze_ref' has no attribute 'MoELayr'"):
         moeblaze_ref.MoELayr  # noqa: B018
+
+
+def test_the_check_of_a_layer_comes_from_verify():
+    assert moeblaze_ref.verify.check_layer is layers.check_layer
+    with pytest.raises(AttributeError, match="module 'moeblaze_ref.verify' has no attribute 'check_layr'"):
+        moeblaze_ref.verify.check_layr  # noqa: B018
 
 
 # Public places --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from moeblaze_ref.runtime.clock import Lap, interleave
 from moeblaze_ref.runtime.device import Device, Gpu
 from moeblaze_ref.verify.layers import adapters, layouts
 from moeblaze_ref.verify.layers.adapter import Adapter, Sizes
+from moeblaze_ref.verify.layers.faults import in_a_line
 from moeblaze_ref.verify.layers.isolated import isolated
 
 #: adapters of ``verify.layers``; a maintainer adds a line
@@ -117,14 +118,10 @@ def _measured(
         except Exception as error:  # layers of other projects have exceptions of their own
             steps.pop(name, None)
             device.settle()  # a device that is out of order ends the process here
-            yield Timed(name, preset_name, problem=_in_a_line(error))
+            yield Timed(name, preset_name, problem=in_a_line(error))
     runs = [interleave(steps, repetitions, device) for _ in range(RUNS)] if steps else []
     for name in steps:
         yield Timed(name, preset_name, tuple(run[name].median for run in runs), *used[name])
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 class Scene(NamedTuple):

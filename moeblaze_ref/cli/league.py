@@ -30,7 +30,7 @@ def league(
     tokens: Tokens = None,
     repetitions: Annotated[int, typer.Option(help="How often a run times each layer; there are two runs.", min=1)] = 9,
     seeds: Annotated[int, typer.Option(help="Times that each case of a check has other numbers.", min=1)] = 1,
-    timeout: Annotated[int, typer.Option(help="Seconds until a check, or the times of a shape, are given up.")] = 600,
+    timeout: Annotated[int, typer.Option(help="Seconds until it stops a check, or the timing of a shape.")] = 600,
     jobs: Annotated[int, typer.Option(help="Checks that run at a time.", min=1)] = 4,
     large: Annotated[bool, typer.Option("--large", help="Also check sizes past 2**31 elements.")] = False,
     record: Annotated[Path | None, to_file("--record", help="Also write a record here.")] = None,

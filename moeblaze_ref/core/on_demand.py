@@ -3,8 +3,10 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 
 def module_of(package: str, name: str) -> ModuleType:
@@ -21,6 +23,19 @@ def module_of(package: str, name: str) -> ModuleType:
     return importlib.import_module(path)
 
 
-def import_on_demand(package: str) -> None:
-    """Make the package's modules its attributes, each imported when it is first used; to call from ``__init__.py``."""
-    vars(sys.modules[package])["__getattr__"] = partial(module_of, package)
+def import_on_demand(package: str, homes: Mapping[str, str] | None = None) -> None:
+    """Make the package's modules its attributes, each imported when it is first used; to call from ``__init__.py``.
+
+    Parameters
+    ----------
+    package : str
+        Its ``__name__``.
+    homes : mapping of str to str, optional
+        Names that are attributes too, and the modules that have them.
+    """
+    vars(sys.modules[package])["__getattr__"] = partial(attribute_of, package, homes or {})
+
+
+def attribute_of(package: str, homes: Mapping[str, str], name: str) -> Any:
+    """Import a name from the module that has it, or a module of the package."""
+    return getattr(importlib.import_module(homes[name]), name) if name in homes else module_of(package, name)

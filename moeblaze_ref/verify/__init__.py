@@ -2,4 +2,4 @@
 
 from moeblaze_ref.core.on_demand import import_on_demand
 
-import_on_demand(__name__)
+import_on_demand(__name__, {"check_layer": "moeblaze_ref.verify.layers"})

@@ -6,12 +6,22 @@ import pytest
 from test_cli import moeblaze
 
 LAYERS = """
-import os, time
+import os, sys, time
 from dataclasses import replace
 from moeblaze_ref.verify.layers.adapters import plain
 
+class Printing(plain.PlainExperts):
+    def forward(self, *inputs):
+        print("here")
+        return super().forward(*inputs)
+
 def right(**sizes):
-    return plain.experts(**sizes)
+    return plain.experts(**sizes, kind=Printing)
+
+def forking(**sizes):
+    if os.fork() == 0:
+        time.sleep(1000)
+    os.abort()
 
 def swapped(**sizes):
     return replace(plain.experts(**sizes), weights={"gate_up": "up_gate: E 2h d", "down": "down: E d h"})
@@ -21,6 +31,9 @@ def crashing(**sizes):
 
 def hanging(**sizes):
     time.sleep(1000)
+
+def exiting(**sizes):
+    sys.exit(3)
 
 def nothing(**sizes):
     return 3
@@ -36,7 +49,7 @@ def here(tmp_path, monkeypatch):
 
 def test_each_layer_has_a_process_of_its_own(here):
     """What ends one leaves the verdicts on the others."""
-    names = ["crashing", "swapped", "nothing", "right", "missing"]
+    names = ["crashing", "forking", "exiting", "swapped", "nothing", "right", "missing"]
     options = [word for name in names for word in ("--layer", f"my_layers:{name}")]
     done = moeblaze("check", *options, "--dtype", "float32", "--json")
     rows = {row["layer"].partition(":")[2]: row for row in json.loads(done.stdout)}
@@ -46,7 +59,9 @@ def test_each_layer_has_a_process_of_its_own(here):
     assert "a step, random: the output, token 0: error" in rows["swapped"]["first_problem"]
     problems = {
         "crashing": "its process ended, killed by SIGABRT",
-        "nothing": "the factory returns a int, but it must return a verify.layers.Adapter",
+        "forking": "its process ended, killed by SIGABRT",
+        "exiting": "SystemExit: 3",
+        "nothing": "the factory returns an int, but it must return a verify.layers.Adapter",
         "missing": "my_layers has no missing",
     }
     for name, problem in problems.items():

@@ -72,6 +72,11 @@ class SoftmaxOfAll(PlainMoE):  # where that of the chosen is wanted
         return index, values
 
 
+class RenormalizedGiven(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index, topk_weights / topk_weights.sum(1, keepdim=True))
+
+
 class Detached(PlainMoE):
     def route(self, x):
         index, gates = super().route(x)
@@ -264,6 +269,68 @@ class Uninitialised(PlainExperts):
         return super().combine(out, token, y) * ~full
 
 
+class _GradientBuffer(torch.autograd.Function):
+    """A weight whose gradient is written into a buffer, for the experts that have tokens."""
+
+    @staticmethod
+    def forward(ctx, weight, buffer, used):
+        ctx.buffer, ctx.used = buffer, used
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.buffer[ctx.used] = gradient[ctx.used]
+        return ctx.buffer.clone(), None, None
+
+
+class GradientBuffer(PlainExperts):
+    """Its buffer of gradients is that of the last step."""
+
+    def forward(self, x, topk_index, topk_weights):
+        self.buffer = self.new_buffer()
+        self.weight = _GradientBuffer.apply(self.down, self.buffer, topk_index.unique())
+        return super().forward(x, topk_index, topk_weights)
+
+    def new_buffer(self):
+        return getattr(self, "buffer", torch.zeros_like(self.down.data))
+
+    def expert(self, e, rows, gate):
+        hidden = self.activation(*self.up(e, rows))
+        return F.linear(hidden, self.weight[e].to(hidden.dtype)) * gate.to(hidden.dtype)
+
+
+class UninitialisedBuffer(GradientBuffer):
+    """Takes new memory for zeros where an expert has no token."""
+
+    def new_buffer(self):
+        full = torch.empty(1, dtype=torch.int64) == torch.iinfo(torch.int64).max  # what memory is filled with
+        return torch.where(full, torch.nan, torch.zeros_like(self.down.data))
+
+
+class ChangingIds(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        out = super().forward(x, topk_index.clone(), topk_weights)
+        topk_index.fill_(0)
+        return out
+
+
+class _ChangesGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out):
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        given = d_out.clone()
+        d_out.mul_(2)
+        return given
+
+
+class ChangingGradient(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return _ChangesGradient.apply(super().forward(x, topk_index, topk_weights))
+
+
 class OneDtype(PlainExperts):
     """Takes it that a product has the dtype of the rows."""
 
@@ -283,6 +350,7 @@ MUTANTS = {
     "norm_topk_prob ignored": Mutant(moe(NotRenormalized), "gates not renormalized"),
     "softmax of all for that of the chosen": Mutant(moe(SoftmaxOfAll, family="gpt_oss"), "gates not renormalized"),
     "softmax after the choice": Mutant(moe(SoftmaxOfChosen, family="olmoe"), "gates renormalized"),
+    "given gates renormalized": Mutant(experts(RenormalizedGiven), "gates renormalized"),
     "detached gates": Mutant(moe(Detached), "gates without gradient"),
     "weight on the input": Mutant(experts(WeighedInput), "gate on the wrong side"),
     "weight on both": Mutant(experts(WeighedTwice), "gate on the wrong side"),
@@ -315,6 +383,10 @@ MUTANTS = {
     "changed input": Mutant(experts(ChangingInput), "inputs are changed"),
     "frozen": Mutant(experts(FrozenDown), "frozen weights break it"),
     "strides": Mutant(experts(Contiguous), "strides ignored"),
+    "buffer of gradients": Mutant(experts(GradientBuffer), "stale gradient of an expert without tokens"),
+    "changed ids": Mutant(experts(ChangingIds), "inputs are changed"),
+    "changed gradient of the output": Mutant(experts(ChangingGradient), "inputs are changed"),
+    "uninitialised buffer": Mutant(experts(UninitialisedBuffer), "uninitialised memory"),
     "uninitialised": Mutant(experts(Uninitialised), "uninitialised memory"),
     "one dtype": Mutant(experts(OneDtype), "autocast"),
     "inference": Mutant(experts(OtherInference), "inference differs"),

@@ -7,12 +7,13 @@ from functools import partial
 import pytest
 import torch
 from mutants import MUTANTS
+from torch.nn.functional import gelu
 
-from moeblaze_ref.verify.layers import cases, diagnosis, large
-from moeblaze_ref.verify.layers.adapter import Adapter, make
+from moeblaze_ref.verify.layers import cases, diagnosis, large, reference, ways
+from moeblaze_ref.verify.layers.adapter import Adapter, load, make
 from moeblaze_ref.verify.layers.adapters import factories, grouped, plain
 from moeblaze_ref.verify.layers.adapters.plain import PlainExperts
-from moeblaze_ref.verify.layers.check import PROBE, UNKNOWN, check_layer
+from moeblaze_ref.verify.layers.check import PROBE, UNKNOWN, _Check, check_layer
 from moeblaze_ref.verify.layers.reference import differentiated, layer
 
 FACTORIES = factories()
@@ -172,6 +173,176 @@ def test_other_bits_in_a_second_run_are_a_fault_of_layers_that_claim_the_same(cl
     assert not verdict.deterministic and verdict.ok is not claims
 
 
+# Layers that are wrong in one case or one way -------------------------------------------------------------------------
+
+
+def findings_on(kind, case, way="a step", **options):
+    """What one way of running one case finds."""
+    factory = partial(plain.experts, kind=kind, **options)
+    adapter = make(factory, PROBE, torch.float32, "cpu")
+    (pattern,) = (pattern for pattern in cases.PATTERNS if pattern.name == case)
+    run = ways.plain if way == "a step" else ways.WAYS[way]
+    return list(_Check(factory, adapter, torch.float32, "cpu")._run(way, run, pattern, 0, []))
+
+
+class FourChoices(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index[:, :4], topk_weights[:, :4])
+
+
+class TwoTilesOfColumns(plain.PlainExperts):
+    def up(self, e, rows):
+        return [part * (torch.arange(part.shape[1]) < 256) for part in super().up(e, rows)]
+
+
+class WholeTilesLost(plain.PlainExperts):
+    def expert(self, e, rows, gate):
+        return super().expert(e, rows, gate * (len(rows) % 64 != 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [(FourChoices, "many experts"), (TwoTilesOfColumns, "wider than two tiles"), (WholeTilesLost, "whole tiles")],
+)
+def test_a_size_that_shows_a_bug(kind, case):
+    (right,), (wrong,) = findings_on(kind, "random"), findings_on(kind, case)
+    assert right.ok and wrong.wrong[0].tensor == "out"
+
+
+class Renormalizing(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        sums = topk_weights.sum(-1, keepdim=True)
+        return super().forward(x, topk_index, topk_weights / sums.detach())
+
+
+class Clamping(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index, topk_weights.clamp(max=1.0))
+
+
+@pytest.mark.parametrize("kind", [Renormalizing, Clamping])
+def test_given_gates_are_not_those_of_a_softmax(kind):
+    (finding,) = findings_on(kind, "random")
+    assert finding.wrong[0].tensor == "out"
+
+
+class WrongAfterInference(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        self.inferred = getattr(self, "inferred", False) or not torch.is_grad_enabled()
+        return super().forward(x, topk_index, topk_weights) * (2.0 if self.inferred else 1.0)
+
+
+def test_a_step_after_inference():
+    (finding,) = findings_on(WrongAfterInference, "random", "a step after inference")
+    assert finding.wrong[0].tensor == "out" and findings_on(WrongAfterInference, "random")[0].ok
+
+
+def returns(change):
+    """Experts whose output is changed by a function."""
+
+    class Changed(plain.PlainExperts):
+        def forward(self, x, topk_index, topk_weights):
+            return change(super().forward(x, topk_index, topk_weights))
+
+    return Changed
+
+
+def with_setting(change):
+    def changed(out):
+        change()
+        return out
+
+    return returns(changed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        (returns(lambda out: None), "the output is None, but it must be a tensor, or a tuple that begins with it"),
+        (returns(lambda out: [out]), "the output is a list, but it must be a tensor, or a tuple that begins with it"),
+        (returns(lambda out: out[:-1]), "the output has shape (60, 24), but it must be (61, 24)"),
+        (returns(lambda out: out.double()), "the output has torch.float64, but x has torch.float32"),
+        (
+            with_setting(lambda: torch.set_default_dtype(torch.float64)),
+            "it changes torch's default dtype from torch.float32 to torch.float64",
+        ),
+        (
+            with_setting(lambda: torch.set_grad_enabled(False)),
+            "it changes torch's gradient mode from True to False",
+        ),
+        (with_setting(lambda: torch.set_num_threads(2)), "it changes torch's number of threads from 1 to 2"),
+    ],
+)
+def test_what_no_layer_may_do(kind, fault):
+    (finding,) = findings_on(kind, "random")
+    assert finding.raised == fault and not finding.ok
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled() and torch.get_num_threads() == 1
+
+
+def test_an_error_of_the_check_is_not_one_of_the_layer(monkeypatch):
+    def broken(spec, case):
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr(reference, "exact", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug of ours"):
+        findings_on(plain.PlainExperts, "random")
+
+
+class NanOfOneToken(plain.PlainExperts):
+    """The variance of a sample of one."""
+
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index, topk_weights) + 0 * (x - x.mean(0)).square().sum(0) / (len(x) - 1)
+
+
+def test_nan_of_one_token_is_not_that_of_experts_without_tokens():
+    verdict = verdict_on(partial(plain.experts, kind=NanOfOneToken))
+    assert {f.case for f in verdict.findings if not f.ok} == {"one token", "one token, one choice"}
+    assert verdict.bug_class == UNKNOWN
+
+
+# Small errors ---------------------------------------------------------------------------------------------------------
+
+
+class Noisy(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        out = super().forward(x, topk_index, topk_weights)
+        return out * (1 + 1e-3 * torch.randn_like(out))
+
+
+class TanhGelu(plain.PlainExperts):
+    def expert(self, e, rows, gate):
+        a, b = self.up(e, rows)
+        return (gelu(a, approximate="tanh") * b) @ self.down[e].mT * gate.to(a.dtype)
+
+
+SMALL = [(returns(lambda out: 1.01 * out), "swiglu"), (returns(lambda out: 1.001 * out), "swiglu")]
+SMALL += [(Noisy, "swiglu"), (TanhGelu, "geglu")]
+
+
+@pytest.mark.parametrize(("kind", "activation"), SMALL, ids=["1.01", "1.001", "noise", "tanh"])
+def test_a_small_error_is_not_taken_for_rounding(kind, activation):
+    torch.manual_seed(0)
+    verdict = verdict_on(partial(plain.experts, kind=kind, activation=activation))
+    assert verdict.bug_class == UNKNOWN and verdict.units < 2e3
+
+
+def refuse(tensor):
+    if not tensor.is_contiguous():
+        raise RuntimeError("x must be contiguous")
+
+
+class Refusing(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        refuse(x)
+        return super().forward(x, topk_index, topk_weights)
+
+
+def test_an_error_does_not_show_that_strides_are_ignored():
+    verdict = verdict_on(partial(plain.experts, kind=Refusing))
+    assert verdict.first.raised == "RuntimeError: x must be contiguous" and verdict.bug_class == UNKNOWN
+
+
 # Cases ----------------------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +428,21 @@ def made(**changes):
         ),
         ({"weights": {"up": "gate_up: E 2h d"}}, "weights names 'up', but the layer has gate_up, down"),
         ({"activation": "swish"}, "activation is 'swish', but it must be one of swiglu, geglu"),
+        (
+            {"weights": {}, "tensors": {}},
+            "weights has no layout of gate, up, down, which a layer with activation 'swiglu'",
+        ),
+        (
+            {"weights": plain.LAYOUTS | {"r": "router: d E"}},
+            "weights has a layout of router, which a layer with activation 'swiglu' and no router inside does not use",
+        ),
+        ({"index_dtype": torch.float32}, "index_dtype is torch.float32, but it must be torch.int32 or torch.int64"),
+        ({"gate_dtype": torch.int64}, "gate_dtype is torch.int64, but it must be a floating-point dtype, or None"),
+        ({"weighs": "ouput"}, "weighs is 'ouput', but it must be one of output, input"),
+        ({"multiple": 0}, "multiple is 0, but it must be at least 1"),
+        ({"dtypes": ()}, "dtypes is empty, but the layer must compute in some dtype"),
+        ({"activation": lambda gate: gate}, "activation raised TypeError"),
+        ({"activation": lambda gate, up: 3}, "activation returns an int, but it must return a tensor (R, h)"),
         ({"router": "mixtrall"}, "unknown router 'mixtrall'. Did you mean 'mixtral'?"),
     ],
 )
@@ -295,10 +481,39 @@ def test_a_dtype_that_the_layer_does_not_take():
         verdict_on(FACTORIES["torch/grouped_mm"], torch.float16)
 
 
+def test_a_factory_that_raises():
+    def factory(**sizes):
+        raise KeyError("gate")
+
+    with pytest.raises(ValueError, match="the factory raised KeyError: 'gate'"):
+        list(check_layer(factory))
+
+
+BROKEN = {"syntax": "x = = 1", "raising": "raise RuntimeError('no GPU')", "attribute": "import math; math.nothing"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("syntax", "syntax cannot be imported: SyntaxError: invalid syntax"),
+        ("raising", "raising cannot be imported: RuntimeError: no GPU"),
+        ("attribute", "attribute cannot be imported: AttributeError: module 'math' has no attribute 'nothing'"),
+        ("json:__name__", "json:__name__ is a str, but it must be a factory"),
+    ],
+)
+def test_a_module_without_a_factory(name, message, tmp_path, monkeypatch):
+    for module, text in BROKEN.items():
+        (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError) as raised:
+        load(name if ":" in name else f"{name}:make")
+    assert message in str(raised.value)
+
+
 def test_a_factory_that_makes_no_adapter():
     with pytest.raises(TypeError, match="returns a Linear, but it must return a verify.layers.Adapter"):
         list(check_layer(lambda **sizes: torch.nn.Linear(1, 1)))
-    with pytest.raises(TypeError, match="module is a int, but it must be an nn.Module or a function"):
+    with pytest.raises(TypeError, match="module is an int, but it must be an nn.Module or a function"):
         Adapter(3, {})
 
 

@@ -81,20 +81,22 @@ def test_a_layer_that_is_wrong_when_it_is_large(kind, case, tensor, part):
     assert (finding.wrong[0].tensor, finding.wrong[0].part) == (tensor, part)
 
 
-def test_a_device_without_room_is_no_fault(monkeypatch):
-    def full(layer, case):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+def raising(error):
+    class Raises(PlainExperts):
+        def forward(self, x, topk_index, topk_weights):
+            if len(x) > MOST_TOKENS:
+                raise error
+            return super().forward(x, topk_index, topk_weights)
 
-    monkeypatch.setattr(large, "run", full)
-    verdict = verdict_on(FACTORIES["torch/experts"])
-    assert verdict.ok and verdict.large == ()
+    return partial(plain.experts, kind=Raises)
 
 
-def test_an_error_is_a_finding(monkeypatch):
-    def illegal(layer, case):
-        raise RuntimeError("an illegal memory access")
+def test_a_device_without_room_is_no_fault():
+    verdict = verdict_on(raising(torch.OutOfMemoryError("CUDA out of memory")))
+    assert verdict.ok and verdict.large == ("many experts",)
 
-    monkeypatch.setattr(large, "run", illegal)
-    verdict = verdict_on(FACTORIES["torch/experts"])
+
+def test_an_error_is_a_finding():
+    verdict = verdict_on(raising(RuntimeError("an illegal memory access")))
     assert not verdict.ok and verdict.bug_class == "indices past 2^31"
-    assert "an illegal memory access" in str(verdict)
+    assert "RuntimeError: an illegal memory access" in str(verdict)

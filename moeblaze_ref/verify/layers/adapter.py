@@ -1,19 +1,29 @@
 """What a check must know about a layer: how to call it, where its weights are, and what its router does."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ref.core.config import ACTIVATIONS
-from moeblaze_ref.core.routers import Router, named
+from moeblaze_ref.core.config import ACTIVATIONS, is_gated
+from moeblaze_ref.core.routers import WEIGHS, Router, named
 from moeblaze_ref.verify.layers import layouts
+from moeblaze_ref.verify.layers.faults import LayerFault, in_a_line
 from moeblaze_ref.verify.layers.layouts import Place
 
 Activation = str | Callable[[Tensor, Tensor], Tensor]  # a name of ours, or a function of gate and up
+
+
+def takes_gate(activation: Activation) -> bool:
+    """Whether an expert has two up-projections."""
+    return not isinstance(activation, str) or is_gated(activation)
+
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+SHARED = ("shared_gate", "shared_up", "shared_down")
 
 
 class Sizes(NamedTuple):
@@ -92,10 +102,22 @@ class Adapter:
     def __post_init__(self) -> None:
         if isinstance(self.activation, str) and self.activation not in ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}, but it must be one of {', '.join(ACTIVATIONS)}")
+        if not isinstance(self.activation, str):
+            _check_function(self.activation)
         if self.router is not None:
             named(self.router)
+        if self.weighs not in WEIGHS:
+            raise ValueError(f"weighs is {self.weighs!r}, but it must be one of {', '.join(WEIGHS)}")
+        if self.index_dtype not in INDEX_DTYPES:
+            raise ValueError(f"index_dtype is {self.index_dtype}, but it must be {' or '.join(map(str, INDEX_DTYPES))}")
+        if self.gate_dtype is not None and not self.gate_dtype.is_floating_point:
+            raise ValueError(f"gate_dtype is {self.gate_dtype}, but it must be a floating-point dtype, or None")
+        if self.multiple < 1:
+            raise ValueError(f"multiple is {self.multiple}, but it must be at least 1")
+        if not self.dtypes:
+            raise ValueError("dtypes is empty, but the layer must compute in some dtype")
         if not callable(self.module):
-            raise TypeError(f"module is a {type(self.module).__name__}, but it must be an nn.Module or a function")
+            raise TypeError(f"module is {kind(self.module)}, but it must be an nn.Module or a function")
 
     @property
     def router_inside(self) -> Router | None:
@@ -108,22 +130,46 @@ class Adapter:
         Raises
         ------
         ValueError
-            If a layout names no parameter, a shape is not that of its layout, or a parameter has no layout.
+            If a layout names no parameter, a shape is not that of its layout, a parameter has no layout, or a weight is
+            missing or has no part in what the layer computes.
         """
+        found = layouts.places(self.weights, sizes.E)
+        roles = {role for place in found for role in place.layout.roles}
+        if self.shared < 1 and roles & set(SHARED):
+            raise ValueError(f"weights has a shared expert, but shared, its width, is {self.shared}")
         tensors = self._tensors()
-        widths = sizes._asdict() | {"s": self.shared}
-        found = []
-        for place in layouts.places(self.weights, sizes.E):
-            if place.name not in tensors:
-                raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
-            tensor, shape = tensors[place.name], place.layout.shape(widths)
-            if tuple(tensor.shape) != shape:
-                wanted = f"({place.layout.text}) with {sizes} is {shape}"
-                raise ValueError(f"{place.name} has shape {tuple(tensor.shape)}, but {wanted}")
-            found.append((place, tensor))
-        if missing := self._trained() - {place.name for place, _ in found}:
-            raise ValueError(f"weights lacks a layout of {', '.join(sorted(missing))}, which the layer trains")
-        return found
+        placed = [(place, _tensor_of(place, tensors, sizes, self.shared)) for place in found]
+        if missing := self._trained() - {place.name for place in found}:
+            raise ValueError(
+                f"weights lacks a layout of {', '.join(sorted(missing))}, which the layer trains: "
+                "give one, or freeze what has no part in the check"
+            )
+        self._check_roles(roles)
+        return placed
+
+    def _check_roles(self, named: set[str]) -> None:
+        """Check that the weights are those of the router, of the activation and of a shared expert, if there is one."""
+        needed = {*self._of_experts(), *self._of_router()}
+        needed |= set(SHARED) if named & set(SHARED) else set()
+        if missing := [role for role in layouts.ROLES if role in needed - named]:
+            raise ValueError(f"weights has no layout of {', '.join(missing)}, which {self._described()} needs")
+        biases = {f"{role}_bias" for role in self._of_experts()}
+        if useless := [role for role in layouts.ROLES if role in named - needed - biases]:
+            raise ValueError(f"weights has a layout of {', '.join(useless)}, which {self._described()} does not use")
+
+    def _of_experts(self) -> list[str]:
+        return ["gate", "up", "down"] if takes_gate(self.activation) else ["up", "down"]
+
+    def _of_router(self) -> Iterator[str]:
+        router = self.router_inside
+        if router is not None:
+            yield "router"
+            yield from ["router_bias"] * router.logit_bias + ["selection_bias"] * router.selection_bias
+
+    def _described(self) -> str:
+        router = "no router inside" if self.router is None else "this router"
+        activation = f"activation {self.activation!r}" if isinstance(self.activation, str) else "this activation"
+        return f"a layer with {activation} and {router}"
 
     def _tensors(self) -> Mapping[str, Tensor]:
         if self.tensors is not None:
@@ -138,6 +184,27 @@ class Adapter:
         return dict(getattr(self.module, kind)()) if isinstance(self.module, nn.Module) else {}
 
 
+def _tensor_of(place: Place, tensors: Mapping[str, Tensor], sizes: Sizes, shared: int) -> Tensor:
+    """Return the parameter, whose shape must be that of its layout."""
+    if place.name not in tensors:
+        raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
+    tensor, shape = tensors[place.name], place.layout.shape(sizes._asdict() | {"s": shared})
+    if tuple(tensor.shape) != shape:
+        wanted = f"({place.layout.text}) with {sizes} is {shape}"
+        raise ValueError(f"{place.name} has shape {tuple(tensor.shape)}, but {wanted}")
+    return tensor
+
+
+def _check_function(activation: Callable[[Tensor, Tensor], Tensor]) -> None:
+    rows = torch.ones(2, 3)
+    try:
+        found = activation(rows, rows)
+    except Exception as error:
+        raise ValueError(f"activation raised {in_a_line(error)}") from error
+    if not isinstance(found, Tensor) or found.shape != rows.shape:
+        raise ValueError(f"activation returns {kind(found)}, but it must return a tensor (R, h) for gate and up (R, h)")
+
+
 def load(name: str) -> Factory:
     """Import the factory that ``MODULE:FACTORY`` names.
 
@@ -150,13 +217,23 @@ def load(name: str) -> Factory:
     if not module or not attribute:
         raise ValueError(f"a layer is {name!r}, but it must be MODULE:FACTORY, such as my_package.layers:make")
     try:
-        factory = getattr(importlib.import_module(module), attribute)
+        imported = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{module} cannot be imported: {error}") from None
-    except AttributeError:
-        raise ValueError(f"{module} has no {attribute}") from None
-    made: Factory = factory
-    return made
+    except Exception as error:
+        raise ValueError(f"{module} cannot be imported: {in_a_line(error)}") from error
+    if not hasattr(imported, attribute):
+        raise ValueError(f"{module} has no {attribute}")
+    factory: Factory = getattr(imported, attribute)
+    if not callable(factory):
+        raise ValueError(f"{name} is {kind(factory)}, but it must be a factory: a function that returns an Adapter")
+    return factory
+
+
+def kind(value: object) -> str:
+    """What a value is, for a message: "None", "an int", "a Linear"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def make(factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> Adapter:
@@ -164,10 +241,15 @@ def make(factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> Ada
 
     Raises
     ------
+    LayerFault
+        If the factory raises an error.
     TypeError
-        If the factory returns no adapter.
+        If it returns no adapter.
     """
-    adapter = factory(d=sizes.d, h=sizes.h, E=sizes.E, k=sizes.k, dtype=dtype, device=device)
+    try:
+        adapter = factory(d=sizes.d, h=sizes.h, E=sizes.E, k=sizes.k, dtype=dtype, device=device)
+    except Exception as error:
+        raise LayerFault(f"the factory raised {in_a_line(error)}") from error
     if not isinstance(adapter, Adapter):
-        raise TypeError(f"the factory returns a {type(adapter).__name__}, but it must return a verify.layers.Adapter")
+        raise TypeError(f"the factory returns {kind(adapter)}, but it must return a verify.layers.Adapter")
     return adapter

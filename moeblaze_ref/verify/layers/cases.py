@@ -45,7 +45,8 @@ def _one_in_all(sizes: Sizes, generator: Generator) -> Tensor:
     return torch.cat([others, torch.zeros(sizes.L, 1, dtype=torch.int64)], 1)
 
 
-def _three_used(sizes: Sizes, generator: Generator) -> Tensor:
+def three_used(sizes: Sizes, generator: Generator) -> Tensor:
+    """Three experts have all tokens."""
     return torch.tensor([1, 3, sizes.E - 2])[distinct(sizes, generator, among=3)]
 
 
@@ -58,6 +59,10 @@ def _one_past_a_tile(sizes: Sizes, generator: Generator) -> Tensor:
     return (torch.arange(sizes.L) >= 129).long()[:, None]
 
 
+def _whole_tiles(sizes: Sizes, generator: Generator) -> Tensor:
+    return (torch.arange(sizes.L) >= 128).long()[:, None]
+
+
 def _twice(sizes: Sizes, generator: Generator) -> Tensor:
     first = distinct(sizes._replace(k=1), generator)
     return first.expand(-1, sizes.k).contiguous()
@@ -67,7 +72,7 @@ PATTERNS = (
     Pattern("random", Sizes(61, 24, 40, 7, 2), distinct),
     Pattern("all tokens to one expert", Sizes(33, 16, 24, 4, 1), _all_to_one),
     Pattern("one expert in every token", Sizes(48, 16, 24, 8, 3), _one_in_all),
-    Pattern("experts without tokens", Sizes(37, 24, 16, 8, 2), _three_used),
+    Pattern("experts without tokens", Sizes(37, 24, 16, 8, 2), three_used),
     Pattern("one token", Sizes(1, 16, 24, 4, 2), distinct),
     Pattern("one token, one choice", Sizes(1, 16, 16, 4, 1), distinct),
     Pattern("k = 1", Sizes(41, 24, 32, 6, 1), distinct),
@@ -75,6 +80,9 @@ PATTERNS = (
     Pattern("Zipf", Sizes(97, 32, 24, 16, 4), _zipf),
     Pattern("prime sizes", Sizes(67, 29, 31, 7, 3), distinct),
     Pattern("one row past a tile", Sizes(131, 16, 24, 2, 1), _one_past_a_tile),
+    Pattern("whole tiles", Sizes(192, 16, 24, 2, 1), _whole_tiles),
+    Pattern("wider than two tiles", Sizes(21, 136, 264, 3, 2), distinct),
+    Pattern("many experts", Sizes(29, 72, 24, 64, 8), distinct),
     Pattern("large activations", Sizes(29, 24, 16, 5, 2), distinct, scale=8.0),
     Pattern("an expert twice in a token", Sizes(23, 16, 24, 4, 2), _twice, repeats=True),
 )
@@ -113,10 +121,16 @@ def make(
     d_out = _normal((sizes.L, sizes.d), generator).to(dtype).double()
     if spec.router is None:
         x = _normal((sizes.L, sizes.d), generator).to(dtype).double()
-        gates = torch.softmax(_normal(wanted.shape, generator), 1).to(adapter.gate_dtype or dtype).double()
+        gates = _gates(wanted.shape, generator).to(adapter.gate_dtype or dtype).double()
         return Case(pattern.name, sizes, x, weights, wanted, gates, d_out)
     x, chosen = _routed_input(spec, sizes, weights, wanted, dtype, generator)
     return Case(pattern.name, sizes, x, weights, chosen, None, d_out)
+
+
+def _gates(shape: torch.Size, generator: Generator) -> Tensor:
+    """Routing weights whose sum is another for each token: from 0.5 to 2.5, as a scaling factor makes them."""
+    sums = 0.5 + 2 * torch.rand(shape[0], 1, generator=generator, dtype=torch.float64)
+    return sums * torch.softmax(_normal(shape, generator), 1)
 
 
 def _generator(pattern: Pattern, *key: object) -> Generator:
@@ -147,6 +161,19 @@ def _scale(role: str, shape: tuple[int, ...]) -> float:
 TRIES = 64  # draws of a token whose choice is a near tie
 DISTURBANCES = 8
 RELATIVE = 0.02  # a disturbance, of 1 + |logit|: bfloat16 rounds by 0.004
+
+
+def nearby(spec: Spec, case: Case, dtype: torch.dtype, seed: int = 0) -> Case:
+    """Return a case whose numbers are each off by a few percent: more than numbers of few bits are rounded by."""
+    generator = Generator().manual_seed(seed)
+
+    def moved(values: Tensor) -> Tensor:
+        return (values * (1 + 0.03 * _normal(values.shape, generator))).to(dtype).double()
+
+    weights = {role: moved(w) for role, w in case.weights.items()}
+    x, gates = moved(case.x), None if case.topk_weights is None else moved(case.topk_weights)
+    index = case.topk_index if spec.router is None else route(spec, weights | {"x": x}).topk_experts
+    return Case(case.name, case.sizes, x, weights, index, gates, moved(case.d_out))
 
 
 def _routed_input(

@@ -14,6 +14,7 @@ from moeblaze_ref.verify.layers.adapter import Adapter, Factory, Sizes
 from moeblaze_ref.verify.layers.cases import Pattern
 from moeblaze_ref.verify.layers.deviations import Deviation, Wanted, wanted
 from moeblaze_ref.verify.layers.diagnosis import Evidence
+from moeblaze_ref.verify.layers.faults import LayerFault
 from moeblaze_ref.verify.layers.large import Large
 from moeblaze_ref.verify.layers.layer import CheckedLayer
 from moeblaze_ref.verify.layers.reference import Case, Spec
@@ -31,7 +32,7 @@ class Finding(NamedTuple):
     how: str  #: what of the way it is, or nothing
     units: float  #: the largest error in units of its bound; infinite if an error was raised
     wrong: tuple[Deviation, ...]
-    raised: str  #: the error that the layer raised, or nothing
+    raised: str  #: the error that the layer raised, or what it did that no layer may; or nothing
 
     @property
     def ok(self) -> bool:
@@ -117,7 +118,8 @@ def check_layer(
     TypeError
         If the factory returns no adapter.
     ValueError
-        If the adapter's weights do not fit its layouts, it does not compute in a dtype, or large steps run on a CPU.
+        If the factory raises an error, the adapter's weights do not fit its layouts, it does not compute in a dtype, or
+        large steps should run on a CPU.
     """
     if large and torch.device(device).type == "cpu":
         raise ValueError("layers of more than 2^31 elements run on a GPU alone: the device is cpu, but it must be cuda")
@@ -143,11 +145,12 @@ class _Check(NamedTuple):
         patterns = cases.patterns_for(self.adapter)
         evidence: list[Evidence] = []
         steps = [finding for pattern in patterns for finding in self._steps(pattern, seeds, evidence)]
-        others = [finding for name in ways.WAYS for finding in self._run(name, ways.WAYS[name], patterns[0], 0, [])]
+        of_ways: list[Evidence] = []
+        others = [f for name, way in ways.WAYS.items() for f in self._run(name, way, patterns[0], 0, of_ways)]
         same = self._is_deterministic(patterns[0])
         others += [*self._large_steps()] if large else []
         name = str(self.dtype).removeprefix("torch.")
-        bug_class = _class_of(steps, evidence) if not _right(steps) else _class_of_ways(others)
+        bug_class = _class_of(steps, evidence) if not _right(steps) else _class_of_ways(others, of_ways)
         return Verdict(name, (*steps, *others), bug_class, same, self.adapter.deterministic)
 
     def _steps(self, pattern: Pattern, seeds: int, evidence: list[Evidence]) -> Iterator[Finding]:
@@ -161,8 +164,8 @@ class _Check(NamedTuple):
             for one in _compared(layer, way(layer, pattern, seed), cases.spec_of(layer.adapter, pattern.sizes.k)):
                 evidence.append(one.evidence)
                 yield Finding(name, pattern.name, one.how, one.evidence.units, tuple(one.evidence.wrong), "")
-        except Exception as error:
-            yield Finding(name, pattern.name, "", math.inf, (), _in_a_line(error))
+        except LayerFault as fault:
+            yield Finding(name, pattern.name, "", math.inf, (), str(fault))
 
     def _large_steps(self) -> Iterator[Finding]:
         """Steps of large layers; one for which the device has no room is no finding."""
@@ -176,10 +179,9 @@ class _Check(NamedTuple):
             layer = CheckedLayer.make(self.factory, case.sizes, self.dtype, self.device)
             found = large_cases.run(layer, case)
             yield Finding(large_cases.WAY, name, "", found.units, found.wrong, "")
-        except torch.OutOfMemoryError:
-            return
-        except Exception as error:
-            yield Finding(large_cases.WAY, name, "", math.inf, (), _in_a_line(error))
+        except LayerFault as fault:
+            if not isinstance(fault.__cause__, torch.OutOfMemoryError):
+                yield Finding(large_cases.WAY, name, "", math.inf, (), str(fault))
 
     def _is_deterministic(self, pattern: Pattern) -> bool | None:
         """Whether two runs of a step give the same bits; None if the layer raises an error, which is a finding."""
@@ -187,7 +189,7 @@ class _Check(NamedTuple):
             layer = CheckedLayer.make(self.factory, pattern.sizes, self.dtype, self.device)
             case = cases.make(layer.adapter, pattern, self.dtype)
             first, second = layer.step(case), layer.step(case)
-        except Exception:
+        except LayerFault:
             return None
         return all(torch.equal(first[name], second[name]) for name in first)
 
@@ -196,20 +198,16 @@ def _right(findings: Iterable[Finding]) -> bool:
     return all(finding.ok for finding in findings)
 
 
-def _in_a_line(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"
-
-
 def _class_of(steps: Iterable[Finding], evidence: Sequence[Evidence]) -> str:
     if any(finding.raised for finding in steps):
         return UNKNOWN
     return _only(diagnosis.of_steps(evidence))
 
 
-def _class_of_ways(findings: Iterable[Finding]) -> str:
-    failed = {finding.way for finding in findings if not finding.ok}
-    return _only(diagnosis.of_ways(failed)) if failed else ""
+def _class_of_ways(findings: Iterable[Finding], evidence: Sequence[Evidence]) -> str:
+    failed = [finding for finding in findings if not finding.ok]
+    raised = {finding.way for finding in failed if finding.raised}
+    return _only(diagnosis.of_ways({finding.way for finding in failed}, raised, evidence)) if failed else ""
 
 
 def _only(names: Sequence[str]) -> str:
@@ -228,4 +226,4 @@ def _compared(layer: CheckedLayer, all_found: Iterable[Found], spec: Spec) -> It
         dtype = found.dtype or layer.dtype
         if last is None or last[0] is not found.case or last[1] != dtype:
             last = found.case, dtype, wanted(spec, found.case, dtype, layer.gate_dtype)
-        yield _Compared(found.how, Evidence(spec, found.case, found.results, last[2], dtype))
+        yield _Compared(found.how, Evidence(spec, found.case, found.results, last[2], dtype, layer.step))

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from moeblaze_ref.verify.layers import large, predictions, reference
+from moeblaze_ref.verify.layers import cases, large, predictions, reference
 from moeblaze_ref.verify.layers.deviations import PARTS, Deviation, Wanted, deviations, worst, wrong_parts
+from moeblaze_ref.verify.layers.faults import LayerFault
 from moeblaze_ref.verify.layers.predictions import Prediction
 from moeblaze_ref.verify.layers.reference import Case, Results, Spec
 
@@ -24,6 +26,7 @@ class Evidence(NamedTuple):
     found: Results
     wanted: Wanted
     dtype: torch.dtype
+    rerun: Callable[[Case], Results]  #: a step of the layer with other numbers
 
     @property
     def wrong(self) -> list[Deviation]:
@@ -54,6 +57,7 @@ class BugClass(NamedTuple):
     sign: Sign | None = None
     ways: frozenset[str] = frozenset()  #: of `ways.WAYS`, in which it shows; any of them
     also: frozenset[str] = frozenset()  #: ways in which it may show too
+    raises: bool = False  #: it may show in an error; an error can have other causes than most bugs
 
     def explains(self, evidence: Sequence[Evidence]) -> bool:
         """Whether plain steps are what a layer with this bug computes."""
@@ -123,17 +127,54 @@ def _has_one_choice_each(evidence: Evidence) -> bool:
     return evidence.fits(evidence.wanted.exact | {"out": choices[torch.arange(len(found)), nearest]})
 
 
+FEW_BITS_ERROR = 2e-2
+ALIKE, UNLIKE = 0.9, 0.5  # cosines
+
+
 def few_bits(evidence: Sequence[Evidence]) -> bool:
-    """All errors are as small as those of rounding to fewer bits, and no tensor is without any in a wrong case."""
-    wrong = [deviation for one in evidence if one.dtype == torch.float32 for deviation in one.wrong]
-    return bool(wrong) and all(deviation.error < 2e-2 for deviation in wrong)
+    """All errors are as small as those of rounding to fewer bits, and change as those do.
+
+    Rounding errors are the same in a second run, and others for numbers that are a few percent off. A wrong constant or
+    formula has nearly the same errors there; noise has others in a second run.
+    """
+    wrong = [one for one in evidence if one.wrong]
+    if not wrong or any(deviation.error >= FEW_BITS_ERROR for one in wrong for deviation in one.wrong):
+        return False
+    try:
+        return all(one.dtype == torch.float32 for one in wrong) and _change_as_rounding(wrong)
+    except LayerFault:  # in another step
+        return False
+
+
+def _change_as_rounding(wrong: Sequence[Evidence]) -> bool:
+    first = [_error(one.wanted.exact, one.found) for one in wrong]
+    second = [_error(one.wanted.exact, one.rerun(one.case)) for one in wrong]
+    if _cosine(first, second) < ALIKE:
+        return False
+    nearby = [cases.nearby(one.spec, one.case, one.dtype) for one in wrong]
+    moved = [_error(reference.exact(one.spec, case), one.rerun(case)) for one, case in zip(wrong, nearby, strict=True)]
+    return abs(_cosine(first, moved)) < UNLIKE
+
+
+def _error(exact: Results, found: Results) -> Tensor:
+    """The errors of all tensors in units of their sizes: (n,)."""
+    parts = [(found[name] - tensor) / tensor.norm() for name, tensor in exact.items() if tensor.any()]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _cosine(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    return float(torch.cosine_similarity(torch.cat([*a]), torch.cat([*b]), dim=0))
 
 
 def not_finite(evidence: Sequence[Evidence]) -> bool:
-    """Some numbers are NaN or infinite, in cases with experts without tokens alone."""
-    bad = [one for one in evidence if not all(found.isfinite().all() for found in one.found.values())]
-    wrong = [one for one in evidence if one.wrong]
-    return bool(bad) and len(bad) == len(wrong) and all(_has_idle_experts(one.case) for one in bad)
+    """Some numbers are NaN or infinite in every case with experts without tokens; all else is right."""
+    if all(_is_finite(one) for one in evidence):
+        return False
+    return all(not _is_finite(one) if _has_idle_experts(one.case) else not one.wrong for one in evidence)
+
+
+def _is_finite(evidence: Evidence) -> bool:
+    return all(bool(found.isfinite().all()) for found in evidence.found.values())
 
 
 def _has_idle_experts(case: Case) -> bool:
@@ -141,6 +182,8 @@ def _has_idle_experts(case: Case) -> bool:
 
 
 # ---- the classes ---------------------------------------------------------------------------
+
+STALE, STATE = "stale gradient of an expert without tokens", "state of an earlier step"
 
 CLASSES = (
     BugClass(
@@ -259,7 +302,7 @@ CLASSES = (
         predictions.shared_expert,
     ),
     BugClass(
-        "stale gradient of an expert without tokens",
+        STALE,
         "The weight gradient of an expert without tokens is not zero.",
         "pytorch/pytorch#172439",
         sign=stale_gradient,
@@ -278,11 +321,19 @@ CLASSES = (
     ),
     BugClass("too few bits", "It rounds to fewer bits than its dtype has.", "vllm-project/vllm#15045", sign=few_bits),
     BugClass(
-        "state of an earlier step",
+        STATE,
         "It keeps something of a step and uses it in a later one of the same shape.",
         "sgl-project/sglang#19787",
         ways=frozenset({"a second step of the same shape"}),
-        also=frozenset({"two steps in flight", "the same inputs again", "frozen weights or inputs"}),
+        also=frozenset(
+            {
+                "two steps in flight",
+                "the same inputs again",
+                "frozen weights or inputs",
+                "a step after inference",
+                "memory full of NaN",
+            }
+        ),
     ),
     BugClass(
         "state shared between steps",
@@ -307,21 +358,31 @@ CLASSES = (
         "Its backward is wrong if the forward is run again for it.",
         "NVIDIA-NeMo/Automodel#2635",
         ways=frozenset({"activation checkpointing"}),
+        raises=True,
     ),
     BugClass(
         "inputs are changed",
         "It changes what it is called with.",
         "huggingface/transformers#41313",
-        ways=frozenset({"the same inputs again"}),
+        ways=frozenset({"inputs after a step"}),
         also=frozenset(
-            {"gradients that add up", "activation checkpointing", "frozen weights or inputs", "an expanded x"}
+            {
+                "the same inputs again",
+                "a second backward",
+                "gradients that add up",
+                "activation checkpointing",
+                "frozen weights or inputs",
+                "an expanded x",
+            }
         ),
+        raises=True,
     ),
     BugClass(
         "frozen weights break it",
         "It is wrong if some weights or inputs want no gradient.",
         "NVIDIA/Megatron-LM#548",
         ways=frozenset({"frozen weights or inputs"}),
+        raises=True,
     ),
     BugClass(
         "strides ignored",
@@ -346,8 +407,15 @@ CLASSES = (
         "It counts elements in 32 bits.",
         "linkedin/Liger-Kernel#1248",
         ways=frozenset({large.WAY}),
+        raises=True,
     ),
-    BugClass("autocast", "It is wrong under autocast.", "huggingface/transformers#43839", ways=frozenset({"autocast"})),
+    BugClass(
+        "autocast",
+        "It is wrong under autocast.",
+        "huggingface/transformers#43839",
+        ways=frozenset({"autocast"}),
+        raises=True,
+    ),
 )
 
 
@@ -356,6 +424,16 @@ def of_steps(evidence: Sequence[Evidence]) -> list[str]:
     return [bug.name for bug in CLASSES if bug.explains(evidence)]
 
 
-def of_ways(failed: set[str]) -> list[str]:
-    """The names of the classes that explain in which ways a layer fails whose plain steps are right."""
-    return [bug.name for bug in CLASSES if bug.ways & failed and failed <= bug.ways | bug.also]
+def of_ways(failed: set[str], raised: set[str], evidence: Sequence[Evidence]) -> list[str]:
+    """The names of the classes that explain in which ways a layer fails whose plain steps are right.
+
+    Parameters
+    ----------
+    failed, raised : set of str
+        Ways in which it computes something wrong or raises an error; those in which it raises one.
+    evidence : sequence of Evidence
+        Of all ways.
+    """
+    found = [bug for bug in CLASSES if bug.ways & failed and failed <= bug.ways | bug.also]
+    names = [bug.name for bug in found if bug.raises or not raised]
+    return [STALE] if names == [STATE] and stale_gradient(evidence) else names

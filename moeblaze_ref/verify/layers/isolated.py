@@ -5,10 +5,15 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
+
+from moeblaze_ref.verify.layers.faults import in_a_line
+
+LOOK_AFTER = 0.2  # seconds, whether the process is there
 
 
 def isolated(work: Callable[..., Iterable[Any]], *arguments: Any, seconds: float) -> Iterator[Any]:
@@ -49,18 +54,25 @@ def isolated(work: Callable[..., Iterable[Any]], *arguments: Any, seconds: float
 
 def _received(receiving: Connection, process: Any, deadline: float, seconds: float) -> Iterator[Any]:
     while True:
-        if not receiving.poll(max(deadline - time.monotonic(), 0)):
-            raise TimeoutError(f"it was not done after {seconds:g} seconds, the limit")
+        while not receiving.poll(LOOK_AFTER):
+            if not process.is_alive() and not receiving.poll():  # what it started may hold the pipe open
+                raise _ended(process)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it was not done after {seconds:g} seconds, the limit")
         try:
             kind, value = receiving.recv()
         except EOFError:
-            process.join()
-            raise ChildProcessError(f"its process ended, {_how(process.exitcode)}") from None
+            raise _ended(process) from None
         if kind == "done":
             return
         if kind == "error":
             raise value
         yield value
+
+
+def _ended(process: Any) -> ChildProcessError:
+    process.join()
+    return ChildProcessError(f"its process ended, {_how(process.exitcode)}")
 
 
 def _how(exitcode: int) -> str:
@@ -70,6 +82,8 @@ def _how(exitcode: int) -> str:
 def _work(sending: Connection, work: Callable[..., Iterable[Any]], arguments: tuple[Any, ...], folder: str) -> None:
     """Send what the work yields, then how it ended."""
     os.setsid()
+    os.dup2(2, 1)  # what a layer prints is no part of a table or of JSON
+    warnings.simplefilter("ignore")
     sys.path.insert(0, folder)  # a module of the folder in which the command was typed
     try:
         for value in work(*arguments):
@@ -77,5 +91,5 @@ def _work(sending: Connection, work: Callable[..., Iterable[Any]], arguments: tu
         sending.send(("done", None))
     except (ValueError, TypeError) as error:
         sending.send(("error", type(error)(*map(str, error.args))))
-    except Exception as error:
-        sending.send(("error", ChildProcessError(f"{type(error).__name__}: {error}")))
+    except BaseException as error:  # sys.exit is one
+        sending.send(("error", ChildProcessError(in_a_line(error))))

@@ -6,6 +6,7 @@ zero. The number of tokens is prime, so that an index that is off by a power of 
 """
 
 import fcntl
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +80,8 @@ def run(layer: CheckedLayer, large: Large) -> Found:
     """Run a step of a layer of the case's sizes, and compare everything."""
     case = cases.make(layer.adapter, large.pattern, layer.dtype)
     spec, ways = cases.spec_of(layer.adapter, case.sizes.k), (reference.one_after_another,)
-    wanted = deviations.wanted(spec, case, layer.dtype, layer.gate_dtype, ways)
+    with _all_threads():
+        wanted = deviations.wanted(spec, case, layer.dtype, layer.gate_dtype, ways)
     inputs, d_out = _load(layer, case, large)
     out = layer.forward(inputs)
     gradients = layer.raw_gradients(out, d_out, inputs)
@@ -87,6 +89,17 @@ def run(layer: CheckedLayer, large: Large) -> Found:
     del out, inputs, d_out
     compared = [*_tokens(of_tokens, wanted, case.sizes.L), *_weights(layer, gradients, wanted, large)]
     return Found(large.pattern.name, max(one.units for one in compared), sum((one.wrong for one in compared), ()))
+
+
+@contextmanager
+def _all_threads() -> Iterator[None]:
+    """Let torch use every core: a check has one thread, since its other products are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _load(layer: CheckedLayer, case: Case, large: Large) -> tuple[Inputs, Tensor]:

@@ -1,8 +1,8 @@
 """A layer that is checked, with the numbers of a case in its parameters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from moeblaze_ref.verify.layers import adapter as adapters
 from moeblaze_ref.verify.layers import layouts
 from moeblaze_ref.verify.layers.adapter import Adapter, Factory, Sizes
+from moeblaze_ref.verify.layers.faults import LayerFault, faults_of_a_layer
 from moeblaze_ref.verify.layers.layouts import BUFFERS, Place
 from moeblaze_ref.verify.layers.reference import Case, Results, in_float64
 
@@ -40,9 +41,19 @@ class CheckedLayer(NamedTuple):
 
     @classmethod
     def make(cls, factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> "CheckedLayer":
-        """Make a layer, and find its weights."""
-        adapter = adapters.make(factory, sizes, dtype, device)
-        return cls(adapter, adapter.places(sizes), dtype, device)
+        """Make a layer, and find its weights.
+
+        Raises
+        ------
+        LayerFault
+            If the factory raises an error, or what it makes does not fit the layouts; so do the other methods if the
+            layer raises one.
+        """
+        try:
+            adapter = adapters.make(factory, sizes, dtype, device)
+            return cls(adapter, adapter.places(sizes), dtype, device)
+        except (ValueError, TypeError) as error:
+            raise LayerFault(str(error)) from None
 
     @property
     def gate_dtype(self) -> torch.dtype:
@@ -55,17 +66,16 @@ class CheckedLayer(NamedTuple):
         x = self._leaf(case.x, self.dtype)
         if case.topk_weights is None:
             return Inputs(x)
-        index = case.topk_index.to(self.device, self.adapter.index_dtype)
+        index = case.topk_index.to(self.device, self.adapter.index_dtype, copy=True)
         return Inputs(x, index, self._leaf(case.topk_weights, self.gate_dtype))
 
     def _leaf(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(self.device, dtype, copy=True).requires_grad_()
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Return the output (L, d)."""
-        out = self.adapter.module(*inputs.arguments())
-        first: Tensor = out[0] if isinstance(out, tuple) else out
-        return first
+    def forward(self, inputs: Inputs, module: Callable[..., Any] | None = None) -> Tensor:
+        """Return the output (L, d) of the layer, or of a module in place of it."""
+        with faults_of_a_layer(self.device):
+            return _checked((self.adapter.module if module is None else module)(*inputs.arguments()), inputs.x)
 
     def wanted(self, inputs: Inputs) -> dict[str, Tensor]:
         """Return what wants a gradient: inputs by name, and parameters by their names."""
@@ -81,7 +91,8 @@ class CheckedLayer(NamedTuple):
     ) -> dict[str, Tensor | None]:
         """The same as they are: by the names of parameters, on the device; None where autograd has none."""
         wanted = self.wanted(inputs)
-        found = torch.autograd.grad(out, list(wanted.values()), d_out, retain_graph, allow_unused=True)
+        with faults_of_a_layer(self.device):
+            found = torch.autograd.grad(out, list(wanted.values()), d_out, retain_graph, allow_unused=True)
         return dict(zip(wanted, found, strict=True))
 
     def by_role(self, gradients: Mapping[str, Tensor | None], inputs: Inputs) -> Results:
@@ -102,6 +113,17 @@ class CheckedLayer(NamedTuple):
         out = self.forward(inputs)
         return in_float64({"out": out}) | self.gradients(out, self.d_out(case), inputs)
 
+    def check_unchanged(self, case: Case) -> None:
+        """Run a step; raise a `LayerFault` that names a tensor that has other bits after it."""
+        inputs, d_out = self.load(case), self.d_out(case)
+        given = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
+        given |= {"the gradient of the output": d_out} | self.wanted(inputs)
+        before = {name: tensor.detach().clone() for name, tensor in given.items()}
+        self.raw_gradients(self.forward(inputs), d_out, inputs)
+        for name, tensor in given.items():
+            if not torch.equal(tensor, before[name]):
+                raise LayerFault(f"it changes {name}")
+
     @contextmanager
     def frozen(self, inputs: Inputs, trained: Sequence[str]) -> Iterator[None]:
         """Let those that are named alone want a gradient."""
@@ -113,6 +135,25 @@ class CheckedLayer(NamedTuple):
         finally:
             for tensor in before.values():
                 tensor.requires_grad_()
+
+
+def _checked(out: Any, x: Tensor) -> Tensor:
+    """Return the output, of the shape, dtype and device of x; under autocast it may have that dtype."""
+    first = out[0] if isinstance(out, tuple) and out else out
+    if not isinstance(first, Tensor):
+        raise LayerFault(
+            f"the output is {adapters.kind(first)}, but it must be a tensor, or a tuple that begins with it"
+        )
+    if first.shape != x.shape:
+        raise LayerFault(f"the output has shape {tuple(first.shape)}, but it must be {tuple(x.shape)}")
+    allowed = [x.dtype]
+    if torch.is_autocast_enabled(x.device.type):
+        allowed.append(torch.get_autocast_dtype(x.device.type))
+    if first.dtype not in allowed:
+        raise LayerFault(f"the output has {first.dtype}, but x has {x.dtype}")
+    if first.device != x.device:
+        raise LayerFault(f"the output is on {first.device}, but x is on {x.device}")
+    return first
 
 
 def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:

@@ -114,8 +114,14 @@ def not_renormalized(spec: Spec, case: Case) -> Iterator[Results]:
 
 def renormalized(spec: Spec, case: Case) -> Iterator[Results]:
     """The gates are divided by the sum of the chosen ones, as a softmax of the chosen logits does."""
-    if spec.router is not None and not spec.router.renormalize and spec.router.scores != "softmax_of_chosen":
+    if spec.router is None:
+        yield computed(spec, case, topk_weights=_divided_by_their_sum)
+    elif not spec.router.renormalize and spec.router.scores != "softmax_of_chosen":
         yield from _with_router(spec, case, renormalize=True)
+
+
+def _divided_by_their_sum(inputs: Weights) -> Tensor:
+    return inputs["topk_weights"] / inputs["topk_weights"].sum(1, keepdim=True)
 
 
 def wrong_scale(spec: Spec, case: Case) -> Iterator[Results]:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.nn import routers
 from moeblaze_ref.nn.oracle import activate
-from moeblaze_ref.verify.layers.adapter import Activation, Sizes
+from moeblaze_ref.verify.layers.adapter import Activation, Sizes, takes_gate
 from moeblaze_ref.verify.layers.layouts import BUFFERS, Weights
 
 Results = dict[str, Tensor]  # "out", and the gradient of each input and weight by its name; float64, on the CPU
@@ -30,7 +29,7 @@ class Spec(NamedTuple):
     @property
     def gated(self) -> bool:
         """Whether an expert has two up-projections."""
-        return not isinstance(self.activation, str) or is_gated(self.activation)
+        return takes_gate(self.activation)
 
 
 class Case(NamedTuple):

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from moeblaze_ref.runtime.torch_capture import capture
 from moeblaze_ref.verify.layers import cases
 from moeblaze_ref.verify.layers.cases import Pattern
+from moeblaze_ref.verify.layers.faults import LayerFault, faults_of_a_layer
 from moeblaze_ref.verify.layers.layer import CheckedLayer, Inputs
 from moeblaze_ref.verify.layers.reference import Case, Results, in_float64
 
@@ -39,10 +41,18 @@ def plain(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
 
 
 def second_step(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """A step of the same shape after another: other tokens, another routing, other weights."""
+    """Steps of the same shape after another: other tokens, another routing, other weights; fewer experts."""
     layer.step(_make(layer, pattern, seed))
-    case = _make(layer, pattern, seed, step=1)
+    case, idle = _make(layer, pattern, seed, step=1), _make(layer, _with_idle_experts(pattern), seed, step=2)
     yield Found(case, layer.step(case))
+    yield Found(idle, layer.step(idle), IDLE)
+
+
+IDLE = "experts without tokens"
+
+
+def _with_idle_experts(pattern: Pattern) -> Pattern:
+    return pattern._replace(choose=cases.three_used)
 
 
 def two_in_flight(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
@@ -72,7 +82,9 @@ def accumulated(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Fo
     for tensor in wanted.values():
         tensor.grad = None
     for _ in range(2):
-        layer.forward(inputs).backward(layer.d_out(case))
+        out = layer.forward(inputs)
+        with faults_of_a_layer(layer.device):
+            out.backward(layer.d_out(case))
     found = layer.by_role({name: tensor.grad for name, tensor in wanted.items()}, inputs)
     for tensor in wanted.values():
         tensor.grad = None
@@ -83,7 +95,7 @@ def recomputed(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Fou
     """Under activation checkpointing: the backward runs the forward again."""
     case = _make(layer, pattern, seed)
     inputs = layer.load(case)
-    out = checkpoint(lambda *given: layer.forward(Inputs(*given)), *inputs.arguments(), use_reentrant=False)
+    out = layer.forward(inputs, partial(checkpoint, layer.adapter.module, use_reentrant=False))
     yield Found(case, in_float64({"out": out}) | layer.gradients(out, layer.d_out(case), inputs))
 
 
@@ -93,6 +105,21 @@ def without_gradients(layer: CheckedLayer, pattern: Pattern, seed: int) -> Itera
     with torch.no_grad():
         out = layer.forward(layer.load(case))
     yield Found(case, in_float64({"out": out}))
+
+
+def after_inference(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """A step after a forward under ``torch.no_grad()``."""
+    with torch.no_grad():
+        layer.forward(layer.load(_make(layer, pattern, seed)))
+    case = _make(layer, pattern, seed, step=1)
+    yield Found(case, layer.step(case))
+
+
+def unchanged(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """What a step was given has the same bits after it: x, the routing, the weights, the gradient of the output."""
+    case = _make(layer, pattern, seed)
+    layer.check_unchanged(case)
+    yield Found(case, {})
 
 
 def again(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
@@ -159,14 +186,23 @@ def _column_major(tensor: torch.Tensor) -> torch.Tensor:
     return turned.requires_grad_() if tensor.requires_grad else turned
 
 
-def expanded(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """One token for all, without a copy of it; and the gradient of a sum, which has one element."""
-    case = _make(layer, pattern, seed)
+def equal_tokens(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """One token for all, and the gradient of a sum: each is a tensor of its own."""
+    case = _with_equal_tokens(_make(layer, pattern, seed))
+    yield Found(case, layer.step(case))
+
+
+def _with_equal_tokens(case: Case) -> Case:
     row, L = case.x[:1], case.sizes.L
     index = case.topk_index if case.topk_weights is not None else case.topk_index[:1].expand(L, -1)
-    case = case._replace(x=row.expand(L, -1), topk_index=index, d_out=torch.ones_like(case.d_out))
+    return case._replace(x=row.expand(L, -1), topk_index=index, d_out=torch.ones_like(case.d_out))
+
+
+def expanded(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """One token for all, without a copy of it; and the gradient of a sum, which has one element."""
+    case = _with_equal_tokens(_make(layer, pattern, seed))
     inputs = layer.load(case)
-    given = inputs._replace(x=inputs.x.detach()[:1].expand(L, -1).requires_grad_())
+    given = inputs._replace(x=inputs.x.detach()[:1].expand_as(inputs.x).requires_grad_())
     out = layer.forward(given)
     one = torch.ones((), dtype=layer.dtype, device=layer.device)
     yield Found(case, in_float64({"out": out}) | layer.gradients(out, one.expand_as(out), given))
@@ -174,10 +210,11 @@ def expanded(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found
 
 def poisoned(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
     """New memory is full of NaN."""
-    case = _make(layer, pattern, seed)
-    with _poisoned_memory():
-        found = layer.step(case)
-    yield Found(case, found)
+    for routing, how in ((_with_idle_experts(pattern), IDLE), (pattern, "")):
+        case = _make(layer, routing, seed)
+        with _poisoned_memory():
+            found = layer.step(case)
+        yield Found(case, found, how)
 
 
 @contextmanager
@@ -195,10 +232,10 @@ def compiled(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found
     if not layer.adapter.compiles:
         return
     torch.compiler.reset()
-    forward = torch.compile(layer.forward, backend="aot_eager" if layer.device == "cpu" else "inductor")
+    module = torch.compile(layer.adapter.module, backend="aot_eager" if layer.device == "cpu" else "inductor")
     case = _make(layer, pattern, seed)
     inputs = layer.load(case)
-    out = forward(inputs)
+    out = layer.forward(inputs, module)
     yield Found(case, in_float64({"out": out}) | layer.gradients(out, layer.d_out(case), inputs))
 
 
@@ -216,9 +253,9 @@ def replayed(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found
     _on_a_side_stream(step)
     graph = torch.cuda.CUDAGraph()
     try:
-        with capture(graph):
+        with faults_of_a_layer(layer.device), capture(graph):
             out, gradients = step()
-    except Exception:
+    except LayerFault:
         if layer.adapter.graphs:
             raise
         return
@@ -227,7 +264,8 @@ def replayed(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found
         for tensor, values in zip(inputs.arguments(), new.arguments(), strict=True):
             tensor.copy_(values)
         d_out.copy_(layer.d_out(other))
-    graph.replay()
+    with faults_of_a_layer(layer.device):
+        graph.replay()
     yield Found(other, in_float64({"out": out}) | layer.by_role(gradients, inputs))
 
 
@@ -247,12 +285,15 @@ WAYS: dict[str, Way] = {
     "two steps in flight": two_in_flight,
     "a second backward": two_backwards,
     "gradients that add up": accumulated,
+    "inputs after a step": unchanged,
     "the same inputs again": again,
     "activation checkpointing": recomputed,
     "no gradients wanted": without_gradients,
+    "a step after inference": after_inference,
     "frozen weights or inputs": frozen,
     "a strided x": strided,
     "a transposed x": transposed,
+    "equal tokens": equal_tokens,
     "an expanded x": expanded,
     "memory full of NaN": poisoned,
     "autocast": autocast,

@@ -1,0 +1,75 @@
+"""What a layer, or the factory that makes it, does wrong beside its numbers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+
+class LayerFault(ValueError):
+    """A layer or its factory raised an error, or did what no layer may; the message is one line."""
+
+
+def in_a_line(error: BaseException) -> str:
+    """The type of an error, and the first line of its message."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+@contextmanager
+def faults_of_a_layer(device: str) -> Iterator[None]:
+    """Make an error of the code inside, or of the kernels that it started, a `LayerFault`; keep torch's settings."""
+    before = Settings.now()
+    try:
+        yield
+        _wait_for(device)
+    except LayerFault:
+        raise
+    except Exception as error:
+        raise LayerFault(in_a_line(error)) from error
+    finally:
+        after = Settings.now()
+        before.restore()
+    for name, old, new in zip(SETTINGS, before, after, strict=True):
+        if old != new:
+            raise LayerFault(f"it changes torch's {name} from {old} to {new}")
+
+
+def _wait_for(device: str) -> None:
+    if device != "cpu" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+
+
+SETTINGS = ("default dtype", "gradient mode", "deterministic mode", "number of threads")
+
+
+class Settings(NamedTuple):
+    """What a layer finds, and must leave as it is; in the order of `SETTINGS`."""
+
+    dtype: torch.dtype
+    gradients: bool
+    deterministic: int
+    threads: int
+
+    @classmethod
+    def now(cls) -> "Settings":
+        """Read them."""
+        return cls(
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.get_deterministic_debug_mode(),
+            torch.get_num_threads(),
+        )
+
+    def restore(self) -> None:
+        """Set those that are different now."""
+        now = Settings.now()
+        if now.dtype != self.dtype:
+            torch.set_default_dtype(self.dtype)
+        if now.gradients != self.gradients:
+            torch.set_grad_enabled(self.gradients)
+        if now.deterministic != self.deterministic:
+            torch.set_deterministic_debug_mode(self.deterministic)
+        if now.threads != self.threads:
+            torch.set_num_threads(self.threads)
