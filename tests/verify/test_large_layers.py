@@ -15,10 +15,10 @@ from moeblaze_ref.verify.layers.large import LARGE, Large
 FACTORIES = factories()
 SMALL = (
     Large(Pattern("many tokens", Sizes(67, 16, 24, 4, 2), cases.distinct), times=5),
-    Large(Pattern("many experts", Sizes(61, 16, 24, 4, 2), cases.distinct), unused=21),
+    Large(Pattern("many experts", Sizes(61, 16, 24, 4, 2), cases.distinct), unused=81),
 )
 NAMES = ("torch/experts", "torch/experts with biases", "torch/deepseek_v3", "moeblaze_ref/minimal")
-MOST_TOKENS, MOST_EXPERTS = 200, 20  # which the layers below get right
+MOST_TOKENS, MOST_EXPERTS = 200, 80  # which the layers below get right
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +94,16 @@ def raising(error):
 def test_a_device_without_room_is_no_fault():
     verdict = verdict_on(raising(torch.OutOfMemoryError("CUDA out of memory")))
     assert verdict.ok and verdict.large == ("many experts",)
+
+
+def test_a_device_without_room_for_the_weights_is_no_fault():
+    def factory(**sizes):
+        if sizes["E"] > MOST_EXPERTS:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain.experts(**sizes)
+
+    verdict = verdict_on(factory)
+    assert verdict.ok and verdict.large == ("many tokens",)
 
 
 def test_an_error_is_a_finding():

@@ -14,7 +14,7 @@ from moeblaze_ref.verify.layers.adapter import Adapter, Factory, Sizes
 from moeblaze_ref.verify.layers.cases import Pattern
 from moeblaze_ref.verify.layers.deviations import Deviation, Wanted, wanted
 from moeblaze_ref.verify.layers.diagnosis import Evidence
-from moeblaze_ref.verify.layers.faults import LayerFault
+from moeblaze_ref.verify.layers.faults import LayerFault, is_out_of_memory
 from moeblaze_ref.verify.layers.large import Large
 from moeblaze_ref.verify.layers.layer import CheckedLayer
 from moeblaze_ref.verify.layers.reference import Case, Spec
@@ -180,7 +180,7 @@ class _Check(NamedTuple):
             found = large_cases.run(layer, case)
             yield Finding(large_cases.WAY, name, "", found.units, found.wrong, "")
         except LayerFault as fault:
-            if not isinstance(fault.__cause__, torch.OutOfMemoryError):
+            if not is_out_of_memory(fault):
                 yield Finding(large_cases.WAY, name, "", math.inf, (), str(fault))
 
     def _is_deterministic(self, pattern: Pattern) -> bool | None:

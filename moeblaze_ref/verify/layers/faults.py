@@ -11,6 +11,11 @@ class LayerFault(ValueError):
     """A layer or its factory raised an error, or did what no layer may; the message is one line."""
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a device had no room, somewhere among the causes of an error."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__))
+
+
 def in_a_line(error: BaseException) -> str:
     """The type of an error, and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0]

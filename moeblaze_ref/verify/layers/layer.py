@@ -53,7 +53,7 @@ class CheckedLayer(NamedTuple):
             adapter = adapters.make(factory, sizes, dtype, device)
             return cls(adapter, adapter.places(sizes), dtype, device)
         except (ValueError, TypeError) as error:
-            raise LayerFault(str(error)) from None
+            raise LayerFault(str(error)) from error
 
     @property
     def gate_dtype(self) -> torch.dtype:
