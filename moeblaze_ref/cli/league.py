@@ -47,17 +47,23 @@ def league(
     names = layer or list(rules.LAYERS)
     verdicts = _verdicts(names, seeds, timeout, jobs, large)
     able = [name for name in names if any(row.layer == name and row.dtype for row in verdicts)]
-    times = [row for shape in shapes for row in rules.timed(shape, able, repetitions, timeout, tokens)]
-    rows = rules.as_rows(times)
-    content: dict[str, Any] = {"checks": [row._asdict() for row in verdicts], "tokens": tokens, "times": rows}
-    if record:
-        with user_errors():
-            provenance.record(record, COMMAND, content, force)
+    content: dict[str, Any] = {"checks": [row._asdict() for row in verdicts], "tokens": tokens, "times": []}
+    with user_errors():
+        _save(record, content, force)
+        for shape in shapes:
+            content["times"] += rules.as_rows(rules.timed(shape, able, repetitions, timeout, tokens))
+            _save(record, content, force)
     if as_json:
         print(json.dumps(content, indent=2))
     else:
         check_layer.show(verdicts)
-        _show(rows)
+        _show(content["times"])
+
+
+def _save(record: Path | None, content: dict[str, Any], force: bool) -> None:
+    """Write what there is so far: a run takes long, and may be ended before its last shape."""
+    if record:
+        provenance.record(record, COMMAND, content, force)
 
 
 def _each(preset: Iterable[str] | None) -> list[str]:

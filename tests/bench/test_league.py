@@ -1,5 +1,6 @@
 """The league without a GPU: on a device with made-up time, and with processes that end too early."""
 
+import json
 import os
 
 import pytest
@@ -8,7 +9,9 @@ from pretended import LEFT, PEAK, PretendedDevice
 from typer.testing import CliRunner
 
 from moeblaze_ref.bench import league
+from moeblaze_ref.cli import check_layer
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.cli.check_layer import Row
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.verify.layers import adapters, reference
@@ -74,3 +77,22 @@ def test_a_process_that_ends_costs_the_layer_that_ran_its_first_step(monkeypatch
 def test_the_command_names_what_it_does_not_know():
     found = CliRunner().invoke(app, ["league", "--preset", "conf9"])
     assert found.exit_code == 2 and "conf9" in found.output
+
+
+def test_a_run_that_is_ended_leaves_the_shapes_that_it_finished(monkeypatch, tmp_path):
+    def verdict(name, *_):
+        return [Row(name, "bfloat16", True, "", 0.5, True, False, (), "")]
+
+    def timed(shape, layers, *_):
+        if shape == "conf3":
+            raise KeyboardInterrupt
+        return [league.Timed(name, shape, (1.0, 2.0), 3, 4) for name in layers]
+
+    monkeypatch.setattr(check_layer, "rows_of", verdict)
+    monkeypatch.setattr(league, "timed", timed)
+    path = tmp_path / "league.json"
+    shapes = ["--preset", "conf1", "--preset", "conf3"]
+    CliRunner().invoke(app, ["league", "--layer", "torch/experts", *shapes, "--record", str(path)])
+    record = json.loads(path.read_text())
+    assert [row["layer"] for row in record["checks"]] == ["torch/experts"]
+    assert [(row["preset"], row["step_ms"]) for row in record["times"]] == [("conf1", [1.0, 2.0])]
