@@ -132,6 +132,7 @@ docs: machine-for-notebooks $(STAMP) ## Write the generated pages, and the site 
 	$(BIN)/python -m moeblaze_ref.course.site.architecture
 	$(BIN)/python -m moeblaze_ref.course.site.routers
 	$(BIN)/python -m moeblaze_ref.course.site.bug_classes
+	$(BIN)/python -m moeblaze_ref.course.site.league
 	$(BIN)/python -m moeblaze_ref.course.site.functions
 	$(BIN)/python -m moeblaze_ref.course.site.build
 

@@ -69,7 +69,7 @@ def problems(record: Record) -> str:
 
 def results() -> str:
     """Return the tables of every record, one GPU after the other."""
-    return "\n\n".join(_of_record(record) for record in records())
+    return "\n\n".join(_of_record(record) for record in records()) or "No run is recorded yet."
 
 
 def _of_record(record: Record) -> str:
