@@ -13,7 +13,7 @@ from rich.table import Table
 
 from moeblaze_ref.cli import check_layer
 from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, print_error, stdout, to_file, user_errors
-from moeblaze_ref.core import checks, provenance
+from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.core.config import PRESETS
 
 COMMAND = "league"
@@ -43,6 +43,7 @@ def league(
     with user_errors():
         shapes = [checks.check_name("preset", name, PRESETS) for name in _each(preset)] or list(rules.SHAPES)
         if record:
+            records.check_regular(record)  # it is written after each shape
             provenance.check_place(record, COMMAND, force)
     names = layer or list(rules.LAYERS)
     verdicts = _verdicts(names, seeds, timeout, jobs, large)

@@ -29,8 +29,8 @@ import typer
 from pretended import PretendedDevice
 from typer.testing import CliRunner
 
-from moeblaze_ref.bench import plan, tune
-from moeblaze_ref.cli import app, parallel_bench, terminal
+from moeblaze_ref.bench import league, plan, tune
+from moeblaze_ref.cli import app, check_layer, parallel_bench, terminal
 from moeblaze_ref.core import figures, progress, provenance, records, traces
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.course.notebook import outputs
@@ -47,6 +47,7 @@ from moeblaze_ref.parallel import findings
 from moeblaze_ref.placement import maps, synthetic
 from moeblaze_ref.placement.synthetic import synthetic_trace
 from moeblaze_ref.plan import measure as plan_measure
+from moeblaze_ref.plan import measure_experts, recorded
 from moeblaze_ref.verify import sanitize
 
 NULL, FULL = 3, 7  # minor numbers of Linux' /dev/null and /dev/full
@@ -247,7 +248,11 @@ def of_a_plan(done):
 
 
 def of_measured_plans(done):
-    return [patch.object(plan_measure, "measure_all", does(done, []))]
+    return [patch.object(recorded, "_rows", does(done, []))]
+
+
+def of_a_league(done):
+    return [patch.object(check_layer, "rows_of", does(done, [])), patch.object(league, "timed", does(done, []))]
 
 
 def of_memory(done):
@@ -327,6 +332,10 @@ COMMANDS = {
     "plan.measure": Command(
         ("measure", "--record"), provenance.load, of_measured_plans, run=run_main(plan_measure.main)
     ),
+    "plan.measure_experts": Command(
+        ("measure_experts", "--record"), provenance.load, of_measured_plans, run=run_main(measure_experts.main)
+    ),
+    "league": Command(("league", "--record"), provenance.load, of_a_league, streams=False),
     "paper --plots": Command(("paper", "moeblaze-fig3", "--plots"), figures._check_picture, file="moeblaze-fig3.png"),
     "demo": Command(("demo", "--out"), figures._check_picture, of_demo, "loss.png"),
     "parallel.bench": Command(
@@ -660,6 +669,7 @@ NAMES_OF_RECORDS = {
     "ep": "parallel.bench",
     "gradients": "check --gradients",
     "place": "place",
+    "league": "league",
     "plan": "plan.measure",
     "sanitize": "sanitize",
 }
