@@ -36,7 +36,7 @@ class Large(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        """Those of the layer."""
+        """Return the sizes of the layer that runs the case."""
         small = self.pattern.sizes
         return small._replace(L=small.L * self.times, E=small.E + self.unused)
 
