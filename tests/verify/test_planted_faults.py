@@ -84,7 +84,7 @@ PLANTED = {
     "expert_up/2_tiled": [
         ("rows of the next expert", "if (row < tile.rows && j < h) store_hidden", "if (j < h) store_hidden"),
         ("missing barrier", "__syncthreads();  // all have read before the tiles are written again", ""),
-        ("activation without its gate", "GATED ? act_a * b : act_a", "act_a"),
+        ("activation without its gate", "GATED ? act_a * ACTIVATION::factor(b) : act_a", "act_a"),
         ("second tile of columns on the first", "tile.expert * d + i) * h + p]", "tile.expert * d + column) * h + p]"),
         ("second tile along h on the first", "[(long long)p * h + j]) : 0.0f;", "[(long long)p * h + column]) : 0.0f;"),
         ("second tile of rows on the first", "begin + index * SIZE, min(", "begin, min("),
@@ -123,7 +123,7 @@ PLANTED = {
     ],
     "expert_down/1_naive": [
         ("unscaled gate", "d_y = gate * d;", "d_y = d;"),
-        ("slope left out", "d_y * b * slope", "d_y * b"),
+        ("slope left out", "d_y * ACTIVATION::factor(b) * slope", "d_y * ACTIVATION::factor(b)"),
     ],
     "expert_down/2_tiled": [
         ("gate gradient of one column", "column < TILE; ++column) term", "column < 1; ++column) term"),
