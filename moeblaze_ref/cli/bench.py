@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moeblaze_ref.bench import KINDS
-from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, show, to_file, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, each_name, show, to_file, user_errors
 from moeblaze_ref.core import progress
 from moeblaze_ref.core.config import POLICIES
 
@@ -47,14 +47,14 @@ def bench(
     from moeblaze_ref.bench import plan, report, results
 
     request = plan.Request(
-        presets=_names(preset),
+        presets=each_name(preset),
         tokens=tokens,
-        policies=_names(policy),
-        systems=_names(system),
+        policies=each_name(policy),
+        systems=each_name(system),
         routing=routing,
         capacity_factor=capacity_factor,
-        stages=_names(stage),
-        versions=_names(version),
+        stages=each_name(stage),
+        versions=each_name(version),
         repetitions=repetitions,
     )
     with user_errors():
@@ -69,11 +69,6 @@ def bench(
         with user_errors():
             results.add(record, result, force)
     raise typer.Exit(1 if report.wrong(rows) else 0)
-
-
-def _names(repeated: list[str] | None) -> tuple[str, ...]:
-    """The names of a repeatable option, each of which may be a list with commas; none twice."""
-    return tuple(dict.fromkeys(",".join(repeated).split(","))) if repeated else ()
 
 
 def tune(

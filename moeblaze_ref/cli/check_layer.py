@@ -10,6 +10,7 @@ from rich.table import Table
 
 from moeblaze_ref.cli.shared import print_error, print_text, stdout, user_errors
 from moeblaze_ref.core import checks, progress, provenance, source_hashes
+from moeblaze_ref.core.devices import cuda_device_count
 
 ALL = "all"
 COMMAND = "check --layer"
@@ -29,6 +30,7 @@ class Row(NamedTuple):
     graphs: bool  #: a CUDA graph held a step
     large: tuple[str, ...]  #: cases of more than 2**31 elements that the device had room for
     first_problem: str
+    refused: bool = False  #: nothing was checked, since something given is not as it must be
 
 
 def check_layers(
@@ -46,10 +48,11 @@ def check_layers(
     with user_errors():
         for dtype in dtypes:
             checks.check_name("dtype", dtype, DTYPES)
-        checks.check_name("device", device, DEVICES)
+        check_device(device)
+        chosen = each(names, device)
         if record:
             provenance.check_place(record, COMMAND, force)
-    jobs = [functools.partial(rows_of, name, dtypes, device, seeds, seconds, large) for name in _each(names, device)]
+    jobs = [functools.partial(rows_of, name, dtypes, device, seeds, seconds, large) for name in chosen]
     rows: list[Row] = progress.run_with_bar("checking layers", jobs)
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=2))
@@ -60,16 +63,34 @@ def check_layers(
             provenance.record(
                 record, COMMAND, {"rows": [row._asdict() for row in rows]}, force, (source_hashes.LAYERS,)
             )
-    return 0 if all(row.right for row in rows) else 1
+    return _status(rows)
 
 
-def _each(names: Iterable[str], device: str) -> Iterator[str]:
-    """Every name; ``all`` stands for what runs on the device."""
+def _status(rows: Iterable[Row]) -> int:
+    """Return 1 if a layer is wrong, else 2 if one could not be checked, else 0."""
+    failed = [row for row in rows if not row.right]
+    if any(not row.refused for row in failed):
+        return 1
+    return 2 if failed else 0
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError if the machine has no such device."""
+    if checks.check_name("device", device, DEVICES) == "cuda" and cuda_device_count() == 0:
+        raise ValueError("device is cuda, but this machine has no CUDA device")
+
+
+def each(names: Iterable[str], device: str) -> list[str]:
+    """Return every name, checked; ``all`` stands for what runs on the device."""
     from moeblaze_ref.verify.layers import adapters
 
     every = adapters.factories() | (adapters.on_gpu() if device == "cuda" else {})
+    chosen: list[str] = []
     for name in names:
-        yield from every if name == ALL else (name,)
+        if name != ALL:
+            adapters.check_name(name)
+        chosen += every if name == ALL else (name,)
+    return chosen
 
 
 def verdicts(name: str, dtypes: list[str], device: str, seeds: int, large: bool) -> Iterator[Any]:
@@ -93,8 +114,10 @@ def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int,
             yield _row_of(name, verdict)
     except TimeoutError:
         yield _failed(name, f"there is no verdict after {seconds} seconds: --timeout sets another limit")
-    except (ValueError, TypeError, ChildProcessError) as error:
+    except ChildProcessError as error:
         yield _failed(name, str(error))
+    except (ValueError, TypeError) as error:
+        yield _failed(name, str(error))._replace(refused=True)
 
 
 def _row_of(name: str, verdict: Any) -> Row:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +12,24 @@ import typer
 from rich.table import Table
 
 from moeblaze_ref.cli import check_layer
-from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, print_error, stdout, to_file, user_errors
+from moeblaze_ref.cli.shared import (
+    MOST_SECONDS,
+    AsJson,
+    Force,
+    Presets,
+    Tokens,
+    each_name,
+    print_error,
+    stdout,
+    to_file,
+    user_errors,
+)
 from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.core.config import PRESETS
+from moeblaze_ref.core.units import MIB
 
 COMMAND = "league"
-DTYPE = "bfloat16"  # of every layer
-MIB = 2**20
+DTYPE, DEVICE = "bfloat16", "cuda"  # of every layer
 UNTUNED = {"LIGER_FUSED_MOE_AUTOTUNE": "0"}  # tuning anew for each small case of a check would take half an hour
 
 
@@ -30,7 +41,9 @@ def league(
     tokens: Tokens = None,
     repetitions: Annotated[int, typer.Option(help="How often a run times each layer; there are two runs.", min=1)] = 9,
     seeds: Annotated[int, typer.Option(help="Times that each case of a check has other numbers.", min=1)] = 1,
-    timeout: Annotated[int, typer.Option(help="Seconds until it stops a check, or the timing of a shape.")] = 600,
+    timeout: Annotated[
+        int, typer.Option(help="Seconds until it stops a check, or the timing of a shape.", min=1, max=MOST_SECONDS)
+    ] = 600,
     jobs: Annotated[int, typer.Option(help="Checks that run at a time.", min=1)] = 4,
     large: Annotated[bool, typer.Option("--large", help="Also check sizes past 2**31 elements.")] = False,
     record: Annotated[Path | None, to_file("--record", help="Also write a record here.")] = None,
@@ -41,11 +54,14 @@ def league(
     from moeblaze_ref.bench import league as rules
 
     with user_errors():
-        shapes = [checks.check_name("preset", name, PRESETS) for name in _each(preset)] or list(rules.SHAPES)
+        shapes = [checks.check_name("preset", name, PRESETS) for name in each_name(preset)] or list(rules.SHAPES)
+        if tokens is not None:
+            checks.check_int("tokens", tokens, at_least=1)
+        names = check_layer.each(layer or rules.LAYERS, DEVICE)
         if record:
             records.check_regular(record)  # it is written after each shape
             provenance.check_place(record, COMMAND, force)
-    names = layer or list(rules.LAYERS)
+        check_layer.check_device(DEVICE)
     verdicts = _verdicts(names, seeds, timeout, jobs, large)
     able = [name for name in names if any(row.layer == name and row.dtype for row in verdicts)]
     content: dict[str, Any] = {"checks": [row._asdict() for row in verdicts], "tokens": tokens, "times": []}
@@ -59,6 +75,8 @@ def league(
     else:
         check_layer.show(verdicts)
         _show(content["times"])
+    if not able:
+        raise typer.Exit(2)
 
 
 def _save(record: Path | None, content: dict[str, Any], force: bool) -> None:
@@ -67,15 +85,11 @@ def _save(record: Path | None, content: dict[str, Any], force: bool) -> None:
         provenance.record(record, COMMAND, content, force)
 
 
-def _each(preset: Iterable[str] | None) -> list[str]:
-    return [name for given in preset or () for name in given.split(",")]
-
-
 def _verdicts(names: list[str], seeds: int, seconds: int, jobs: int, large: bool) -> list[check_layer.Row]:
     """The verdicts on all layers, each in a process of its own."""
 
     def of(name: str) -> list[check_layer.Row]:
-        return list(check_layer.rows_of(name, [DTYPE], "cuda", seeds, seconds, large))
+        return list(check_layer.rows_of(name, [DTYPE], DEVICE, seeds, seconds, large))
 
     with _environment(UNTUNED), ThreadPoolExecutor(jobs) as pool:
         return [row for rows in pool.map(of, names) for row in rows]

@@ -36,6 +36,11 @@ def file(text: str) -> Path:
 to_file = functools.partial(typer.Option, parser=file)  # the option of a file to write
 
 
+def each_name(repeated: list[str] | None) -> tuple[str, ...]:
+    """The names of a repeatable option, each of which may be a list with commas; none twice."""
+    return tuple(dict.fromkeys(",".join(repeated).split(","))) if repeated else ()
+
+
 def stdout() -> Console:
     """Console for tables. Uses COLUMNS, or a fixed width when the output is a pipe."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
@@ -51,7 +56,7 @@ def show(as_json: bool, data: Any, table: Callable[[], RenderableType], indent: 
 
 def print_text(text: str):
     """Print on stdout without colors, markup or line breaks of Rich's own."""
-    stdout().print(text, highlight=False, soft_wrap=True, markup=False)
+    stdout().print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_plots(written: list[Path], none: str = ""):
@@ -88,5 +93,6 @@ def _in_words(error: Exception) -> str:
 
 
 def print_error(message: str):
-    """Print in red on stderr, without markup: an array's [3] stays."""
-    Console(stderr=True).print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
+    """Print in red on stderr, without markup: an array's [3] stays, and so does :star:."""
+    console = Console(stderr=True)
+    console.print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False, emoji=False)

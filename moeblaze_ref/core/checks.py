@@ -24,7 +24,16 @@ MAX_TOP_K = 32
 def check_type(name: str, value: object, expected: type) -> None:
     """``value`` is an instance of the class ``expected``."""
     if not isinstance(value, expected):
-        raise TypeError(f"{name} is a {type(value).__name__}, but it must be a {expected.__name__}")
+        raise TypeError(f"{name} is {kind(value)}, but it must be {_with_article(expected.__name__)}")
+
+
+def kind(value: object) -> str:
+    """What a value is, for a message: "None", "an int", "a Linear"."""
+    return "None" if value is None else _with_article(type(value).__name__)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> int:
@@ -217,7 +226,7 @@ def check_kernel_limits(num_experts: int, k: int) -> None:
 def check_array(name: str, array: Array, rank: int, dtypes: Collection[str], contiguous: bool = True) -> None:
     """``array`` is an array of this rank, one of these dtypes and, if asked, C-contiguous."""
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-        raise TypeError(f"{name} is a {type(array).__name__}, but it must be an array of {' or '.join(dtypes)}")
+        raise TypeError(f"{name} is {kind(array)}, but it must be an array of {' or '.join(dtypes)}")
     if dtype_of(array) not in dtypes:
         raise TypeError(f"{name} has dtype {array.dtype}, but it must be {' or '.join(dtypes)}")
     if array.ndim != rank:
@@ -266,7 +275,7 @@ def check_second_projection(name: str, array: Array | None, gated: bool, owner: 
     if gated and array is None:
         raise ValueError(f"{name} is None, but {owner} is gated: pass {name}")
     if not gated and array is not None:
-        raise ValueError(f"{name} is a {type(array).__name__}, but {owner} is not gated: {name} must be None")
+        raise ValueError(f"{name} is {kind(array)}, but {owner} is not gated: {name} must be None")
 
 
 def check_offsets(offsets: Array, num_experts: int, num_routed: int) -> None:

@@ -77,9 +77,11 @@ def use(model: Any, policy: str = "minimal") -> InUse:
         If the policy is unknown, the model has no experts that can be switched, or what they compute is not ours: an
         activation, a norm, or the layout of their weights.
     TypeError
-        If their weights have a dtype that the kernels do not compute in, such as those of a quantised model.
+        If it is no model of transformers, or its experts' weights have a dtype that the kernels do not compute in, such
+        as those of a quantised model.
     """
     checks.check_name("policy", policy, POLICIES)
+    _check_model(model)
     switched, blocks = [*_switchable(model)], [*_llama4_blocks(model)]
     if not switched and not blocks:
         raise ValueError(f"{type(model).__name__} has no experts that transformers can switch to other kernels")
@@ -89,6 +91,12 @@ def use(model: Any, policy: str = "minimal") -> InUse:
     for block in blocks:
         block.forward = partial(_run_llama4, block, policy)
     return InUse(model, before, [*switched, *blocks])
+
+
+def _check_model(model: Any) -> None:
+    """A part of a model has no switch, and transformers may be missing where the model is none of its."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "set_experts_implementation"):
+        raise TypeError(f"model is {checks.kind(model)}, but it must be a transformers.PreTrainedModel")
 
 
 def _switchable(model: nn.Module) -> Iterator[Any]:
@@ -178,11 +186,10 @@ def _switch(model: Any, policy: str, modules: Sequence[Any]) -> str:
 
 def _run(policy: str, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in place of a module's own forward: (L, d) from (L, d) and a routing (L, k)."""
-    layout = _layout(module)
     first = 0 if module._is_expert_parallel else None
     weights = module.gate_up_proj, module.down_proj
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else ()
-    routing, names = (top_k_index, top_k_weights), (_activation(module), policy, layout)
+    routing, names = (top_k_index, top_k_weights), (_activation(module), policy, _layout(module))
     return experts(hidden_states, *weights, *routing, *names, None, first, *biases)
 
 

@@ -168,6 +168,7 @@ class Experts(nn.Module):
             checks.check_int(name, size, at_least=1)
         if dtype is not None and dtype not in DTYPES:
             raise TypeError(f"dtype is {dtype}, but it must be {either(DTYPES)}")
+        checks.check_type("bias", bias, bool)
         checks.check_name("layout", layout, LAYOUTS)
         _check_names(activation, policy, layout, version)
         self.activation, self.policy, self.layout, self.version = activation, policy, layout, version
@@ -341,9 +342,10 @@ def _named_biases(gate_up_bias: Tensor | None, down_bias: Tensor | None, layout:
 
 def _check_biases(biases: torch_operands.Named, weights: torch_operands.Named, activation: str, layout: str) -> None:
     """The biases fit weights that are checked."""
-    gate_up = weights.get("gate_up")
-    if layout == SEPARATE or gate_up is None:
+    if layout == SEPARATE:
         return
+    gate_up = weights["gate_up"]
+    assert gate_up is not None
     gated = is_gated(activation)
     d, h = LAYOUTS[layout].widths(gate_up, gated)
     widths = {"gate_up_bias": ("2h" if gated else "h", h * (1 + gated)), "down_bias": ("d", d)}

@@ -33,6 +33,8 @@ def check_kinds(x: Tensor, weights: Named, owner: str, dtypes: tuple[torch.dtype
             continue
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {either(dtypes)}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} has layout {tensor.layout}, but it must be {torch.strided}")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
 

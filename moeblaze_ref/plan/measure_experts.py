@@ -18,6 +18,7 @@ from moeblaze_ref.plan import configs, recorded
 from moeblaze_ref.plan.torch_models import built
 from moeblaze_ref.runtime.clock import Lap, interleave
 from moeblaze_ref.runtime.device import Device, Gpu
+from moeblaze_ref.verify.layers.faults import in_a_line
 
 MODELS = ("qwen3-30b-a3b", "mixtral-8x7b")
 LAYERS = 2
@@ -72,7 +73,7 @@ def _first_step(subject: Model, row: Row, device: Device) -> Row:
         loss = float(step())  # compiles, and takes workspaces
         return replace(row, loss=loss, peak_bytes=device.peak_bytes(step))
     except Exception as error:  # implementations of other projects have exceptions of their own
-        return replace(row, problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return replace(row, problem=in_a_line(error))
 
 
 def implementations() -> list[str]:

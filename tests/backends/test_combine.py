@@ -131,7 +131,7 @@ def test_a_combine_in_parts_has_the_bits_of_the_whole_on_simt(widths):
         ({"parts": parts_of_combine(dtypes=("float32", "float16"))[0]}, TypeError, r"parts\[1\] has dtype float16"),
         ({"parts": (np.ones((5, 8), np.float32),)}, ValueError, r"parts\[0\] has shape \(5, 8\)"),
         ({"gates": np.ones((2, 2), np.float32)}, ValueError, "gates has shape"),
-        ({"dispatch": None}, TypeError, "dispatch is a NoneType"),
+        ({"dispatch": None}, TypeError, "dispatch is None"),
         ({"version": "1_gather"}, ValueError, "unknown version of combine in parts '1_gather'"),
     ],
 )
@@ -185,7 +185,7 @@ WRONG = [
     (dict(gates=GATES.astype(np.float64)), TypeError, "gates has dtype float64, but it must be float32"),
     (dict(gates=np.full_like(GATES, np.inf)), ValueError, r"gates\[0, 0\] is inf"),
     (dict(dispatch="sorted"), TypeError, "dispatch is a str, but it must be a Dispatch"),
-    (dict(dispatch=None), TypeError, "dispatch is a NoneType, but it must be a Dispatch"),
+    (dict(dispatch=None), TypeError, "dispatch is None, but it must be a Dispatch"),
     (dict(d_out=D_OUT[:-1]), ValueError, r"d_out has shape \(36, 12\), but it must be \(L=37, d=12\)"),
     (dict(d_out=D_OUT[:, 1:]), ValueError, r"d_out has shape \(37, 11\)"),
     (dict(d_out=np.full_like(D_OUT, np.nan)), ValueError, r"d_out\[0, 0\] is nan"),

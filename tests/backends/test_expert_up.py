@@ -275,7 +275,7 @@ WRONG = [
     (dict(w1=W1.astype(np.float64)), TypeError, "w1 has dtype float64, but it must be float32"),
     (dict(w2=W2[..., 1:]), ValueError, r"w2 has shape \(5, 12, 19\), but it must be \(E=5, d=12, h=20\)"),
     (dict(w2=np.full_like(W2, np.inf)), ValueError, r"w2\[0, 0, 0\] is inf"),
-    (dict(dispatch=None), TypeError, "dispatch is a NoneType, but it must be a Dispatch"),
+    (dict(dispatch=None), TypeError, "dispatch is None, but it must be a Dispatch"),
     (dict(activation="swigul"), ValueError, "Did you mean 'swiglu'"),
     (dict(activation="reglu", w2=None), ValueError, "w2 is None, but reglu is gated"),
     (dict(activation="relu2"), ValueError, "relu2 is not gated: w2 must be None"),

@@ -74,9 +74,35 @@ def test_a_process_that_ends_costs_the_layer_that_ran_its_first_step(monkeypatch
     assert b.problem == "its process ended, killed by SIGABRT" and not b.step_ms
 
 
-def test_the_command_names_what_it_does_not_know():
-    found = CliRunner().invoke(app, ["league", "--preset", "conf9"])
-    assert found.exit_code == 2 and "conf9" in found.output
+BAD_INPUT = {
+    "--preset conf9": "unknown preset 'conf9'. Did you mean 'conf7'?",
+    "--layer torch/expert": "unknown layer 'torch/expert'. Did you mean 'torch/experts'?",
+    "--layer make": "unknown layer 'make'",
+    "--layer layers:": "a layer is 'layers:', but it must be MODULE:FACTORY",
+    "--tokens 0": "tokens is 0, but it must be >= 1",
+    "--timeout 0": "Invalid value for '--timeout'",
+    "--seeds 0": "Invalid value for '--seeds'",
+}
+
+
+def test_the_command_names_what_it_does_not_take():
+    for words, said in BAD_INPUT.items():
+        found = CliRunner().invoke(app, ["league", *words.split()])
+        assert found.exit_code == 2 and said in " ".join(found.output.split()), found.output
+
+
+def test_without_a_gpu_it_says_so_before_any_check(monkeypatch):
+    monkeypatch.setattr(check_layer, "cuda_device_count", lambda: 0)
+    monkeypatch.setattr(check_layer, "rows_of", lambda *_: pytest.fail("a layer was checked"))
+    found = CliRunner().invoke(app, ["league"])
+    assert found.exit_code == 2 and found.output == "error: device is cuda, but this machine has no CUDA device\n"
+
+
+def test_a_league_of_layers_that_cannot_be_checked_fails(monkeypatch):
+    monkeypatch.setattr(check_layer, "check_device", lambda device: None)
+    monkeypatch.setattr(check_layer, "rows_of", lambda name, *_: [check_layer._failed(name, "it is missing")])
+    found = CliRunner().invoke(app, ["league", "--layer", "liger/experts", "--preset", "conf1"])
+    assert found.exit_code == 2 and "error: liger/experts: it is missing" in found.output
 
 
 def test_a_run_that_is_ended_leaves_the_shapes_that_it_finished(monkeypatch, tmp_path):
@@ -88,6 +114,7 @@ def test_a_run_that_is_ended_leaves_the_shapes_that_it_finished(monkeypatch, tmp
             raise KeyboardInterrupt
         return [league.Timed(name, shape, (1.0, 2.0), 3, 4) for name in layers]
 
+    monkeypatch.setattr(check_layer, "check_device", lambda device: None)
     monkeypatch.setattr(check_layer, "rows_of", verdict)
     monkeypatch.setattr(league, "timed", timed)
     path = tmp_path / "league.json"

@@ -5,6 +5,9 @@ import json
 import pytest
 from test_cli import moeblaze
 
+from moeblaze_ref.cli import check_layer
+from moeblaze_ref.cli.shared import print_error
+
 LAYERS = """
 import os, sys, time
 from dataclasses import replace
@@ -86,6 +89,8 @@ def test_a_right_layer_and_its_record(here):
     [
         (["--layer", "torch/expert"], "Did you mean 'torch/experts'?"),
         (["--layer", "no_such_module:make"], "no_such_module cannot be imported: No module named 'no_such_module'"),
+        (["--layer", "my_layers:nothing"], "the factory returns an int, but it must return a verify.layers.Adapter"),
+        (["--layer", "torch/grouped_mm", "--dtype", "float16"], "the layer computes in torch.bfloat16, not in torch"),
         (["--layer", "my_layers:"], "a layer is 'my_layers:', but it must be MODULE:FACTORY"),
         (["--layer", "torch/experts", "--dtype", "float8"], "unknown dtype 'float8'"),
         (["--layer", "torch/experts", "--device", "gpu"], "unknown device 'gpu'"),
@@ -99,4 +104,17 @@ def test_a_right_layer_and_its_record(here):
 )
 def test_bad_input(here, arguments, message):
     done = moeblaze("check", *arguments)
-    assert done.exit_code in (1, 2) and message in " ".join(done.output.split())
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+
+
+def test_a_machine_without_a_gpu(here, monkeypatch):
+    monkeypatch.setattr(check_layer, "cuda_device_count", lambda: 0)
+    done = moeblaze("check", "--layer", "torch/experts", "--device", "cuda")
+    assert done.exit_code == 2 and done.output == "error: device is cuda, but this machine has no CUDA device\n"
+
+
+def test_a_message_stays_as_it_is(capsys):
+    """A console may take :star: for a picture, and [red] for a colour."""
+    print_error("my_layers:star: x[3] is [red]")
+    assert capsys.readouterr().err == "error: my_layers:star: x[3] is [red]\n"

@@ -252,7 +252,12 @@ def of_measured_plans(done):
 
 
 def of_a_league(done):
-    return [patch.object(check_layer, "rows_of", does(done, [])), patch.object(league, "timed", does(done, []))]
+    right = [check_layer.Row("torch/experts", "bfloat16", True, "", 0.5, True, False, (), "")]
+    return [
+        patch.object(check_layer, "check_device"),
+        patch.object(check_layer, "rows_of", does(done, right)),
+        patch.object(league, "timed", does(done, [])),
+    ]
 
 
 def of_memory(done):

@@ -37,7 +37,7 @@ def test_right_arguments_pass_by_position_and_by_name():
         (np.ones((3, 2), "f2"), np.ones((3, 1), "f2"), TypeError, "gates has dtype float16, but it must be float32"),
         (np.ones((3, 2), "f4"), np.ones((4, 1), "f4"), ValueError, r"gates has shape \(4, 1\), .* \(L=3, k\)"),
         (np.ones((3, 2), "f4"), np.full((3, 1), np.nan, "f4"), ValueError, r"gates\[0, 0\] is nan"),
-        (None, np.ones((3, 1), "f4"), TypeError, "x is a NoneType"),
+        (None, np.ones((3, 1), "f4"), TypeError, "x is None"),
     ],
 )
 def test_what_is_not_as_stated_is_named(x, gates, error, message):

@@ -45,7 +45,7 @@ MORE = {
 def model_of(family, dtype=torch.float32, seed=0):
     """A tiny model whose experts run one after another."""
     config = AutoConfig.for_model(family)
-    for name, value in (SIZES | MORE[family]).items():
+    for name, value in (SIZES | MORE.get(family, {})).items():
         if hasattr(config, name):
             setattr(config, name, value)
     config._experts_implementation = "eager"
@@ -255,7 +255,9 @@ def _quantised(model):
         (partial(model_of, "qwen3_moe"), _norm, ValueError, "has has_post_expert_norm=True"),
         (partial(model_of, "qwen3_moe"), _activation, ValueError, "has the activation Tanh"),
         (partial(model_of, "qwen3_moe"), _quantised, TypeError, "down_proj has dtype torch.float8_e4m3fn"),
-        (lambda: torch.nn.Linear(1, 1), None, ValueError, "Linear has no experts that transformers can switch"),
+        (lambda: model_of("llama"), None, ValueError, "LlamaForCausalLM has no experts that transformers can switch"),
+        (lambda: torch.nn.Linear(1, 1), None, TypeError, "model is a Linear, but it must be a transformers.PreTrained"),
+        (lambda: model_of("qwen3_moe").model.layers[0].mlp, None, TypeError, "model is a Qwen3MoeSparseMoeBlock, but"),
     ],
 )
 def test_a_model_whose_experts_are_not_ours(make, change, error, message):

@@ -699,6 +699,11 @@ REFUSED_BIASES = {
     ),
     "of integers": ({"down_bias": torch.ones(E, D, dtype=torch.int32)}, TypeError, "down_bias has dtype torch.int32"),
     "elsewhere": ({"down_bias": torch.ones(E, D, device="meta")}, ValueError, "down_bias is on meta"),
+    "sparse": (
+        {"down_bias": torch.ones(E, D).to_sparse()},
+        TypeError,
+        "down_bias has layout torch.sparse_coo, but it must be torch.strided",
+    ),
     "no tensor": ({"gate_up_bias": [0.0]}, TypeError, "gate_up_bias is a list, but it must be a Tensor"),
 }
 

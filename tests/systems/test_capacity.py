@@ -797,7 +797,7 @@ BAD_TYPES = [
     (lambda: forward_with(factor="1.25"), "capacity_factor is '1.25' .str., but it must be a number"),
     (lambda: expert_capacity(8, 4, torch.tensor(1.25)), "capacity_factor is tensor"),
     (lambda: capacity.fill(BUILT, GATES, 1.5), "capacity is 1.5"),
-    (lambda: capacity.backward(CASE.d_out, None, *CASE.weights[1:]), "saved is a NoneType"),
+    (lambda: capacity.backward(CASE.d_out, None, *CASE.weights[1:]), "saved is None"),
     (lambda: capacity.gather(CASE.x, BUILT), "bins is a Dispatch, but it must be a CapacityBins"),
     (
         lambda: capacity.scatter(np.zeros((4, 2, 4)), BINS, GATES.astype(np.float32)),

@@ -418,6 +418,9 @@ def made(**changes):
     return factory
 
 
+WITH_A_ROUTER = {"gate_up": torch.zeros(8, 256, 128), "down": torch.zeros(8, 128, 128), "r": torch.zeros(128, 8)}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -433,14 +436,25 @@ def made(**changes):
             "weights has no layout of gate, up, down, which a layer with activation 'swiglu'",
         ),
         (
-            {"weights": plain.LAYOUTS | {"r": "router: d E"}},
+            {"weights": plain.LAYOUTS | {"r": "router: d E"}, "tensors": WITH_A_ROUTER},
             "weights has a layout of router, which a layer with activation 'swiglu' and no router inside does not use",
         ),
         ({"index_dtype": torch.float32}, "index_dtype is torch.float32, but it must be torch.int32 or torch.int64"),
-        ({"gate_dtype": torch.int64}, "gate_dtype is torch.int64, but it must be a floating-point dtype, or None"),
+        ({"index_dtype": "int64"}, "index_dtype is 'int64', but it must be torch.int32 or torch.int64"),
+        ({"gate_dtype": torch.int64}, "gate_dtype is torch.int64, but it must be torch.float64 or torch.float32"),
+        ({"gate_dtype": "float32"}, "gate_dtype is 'float32', but it must be torch.float64 or torch.float32"),
         ({"weighs": "ouput"}, "weighs is 'ouput', but it must be one of output, input"),
-        ({"multiple": 0}, "multiple is 0, but it must be at least 1"),
-        ({"dtypes": ()}, "dtypes is empty, but the layer must compute in some dtype"),
+        ({"multiple": 0}, "multiple is 0, but it must be >= 1"),
+        ({"multiple": "8"}, "multiple is '8' (str), but it must be an integer"),
+        ({"shared": -1}, "shared is -1, but it must be >= 0"),
+        ({"dtypes": ()}, "dtypes is (), but it must be a tuple of one or more of torch.float32"),
+        ({"dtypes": torch.float32}, "dtypes is torch.float32, but it must be a tuple of one or more of torch.float32"),
+        ({"dtypes": ("float32",)}, "dtypes[0] is 'float32', but it must be torch.float32 or torch.bfloat16"),
+        ({"weights": None}, "weights is None, but it must be a mapping of str to str"),
+        ({"weights": {"gate_up": 3}}, "weights['gate_up'] is an int, but it must be a str"),
+        ({"tensors": [1]}, "tensors is a list, but it must be a mapping of str to Tensor"),
+        ({"tensors": {"down": 3}}, "tensors['down'] is an int, but it must be a Tensor"),
+        ({"activation": 3}, "activation is 3, but it must be one of swiglu, geglu"),
         ({"activation": lambda gate: gate}, "activation raised TypeError"),
         ({"activation": lambda gate, up: 3}, "activation returns an int, but it must return a tensor (R, h)"),
         ({"router": "mixtrall"}, "unknown router 'mixtrall'. Did you mean 'mixtral'?"),

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm
@@ -46,25 +45,9 @@ def sum_rows(
 
     y (R, width) has the columns from ``first`` on; the bias (E, d) has all.
     """
-    (L, pitch), width = out.shape, y.shape[1]
-    if L * width == 0:
-        return
-    module, _ = _load(executor, y, gcd(first, width, pitch))
-    module.launch(
-        "combine_biased",
-        **gemm.per_element(gemm.WARP * L),
-        y=y,
-        bias=bias,
-        gates=gates,
-        token_index_map=dispatch.token_index_map,
-        token_expert_indices=dispatch.token_expert_indices,
-        out=out,
-        L=L,
-        d=width,
-        k=dispatch.k,
-        pitch=pitch,
-        first=first,
-    )
+    slots = {"token_index_map": dispatch.token_index_map, "token_expert_indices": dispatch.token_expert_indices}
+    operands = {"y": y, "bias": bias, "gates": gates, **slots, "out": out, "k": dispatch.k}
+    gemm.launch_row_sums(executor, _FILE, "combine_biased", y, out, first, **operands)
 
 
 def add_to_d_gates(executor: Executor, d_out: Array, bias: Array, dispatch: Dispatch, d_gates: Array) -> None:

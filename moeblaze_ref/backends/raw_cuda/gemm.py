@@ -80,24 +80,22 @@ def sum_rows(
 
     It fills as many columns of ``out`` (L, d), from ``first`` on; the others stay as they are.
     """
-    (L, pitch), width = out.shape, rows.shape[1]
-    if L * width == 0:
-        return
     file, kernel, operands = "expert_up/sum_rows.cu", "sum_rows", {"rows": rows, "d_x": out}
     if gates is not None:
         file, kernel, operands = "combine/2_vector.cu", "combine", {"y": rows, "gates": gates, "out": out}
+    launch_row_sums(executor, file, kernel, rows, out, first, **operands, token_index_map=row_of_slot, k=k)
+
+
+def launch_row_sums(
+    executor: Executor, file: str, kernel: str, rows: Array, out: Array, first: int, /, **operands: Any
+) -> None:
+    """Launch a kernel of which each warp sums a token's ``rows`` (R, width), as `sum_rows` describes."""
+    (L, pitch), width = out.shape, rows.shape[1]
+    if L * width == 0:
+        return
     pack = widest_pack(rows, gcd(first, width, pitch))
-    executor.load(file, **constants(dtype_of(rows)), PACK=pack).launch(
-        kernel,
-        **per_element(WARP * L),  # a warp a token
-        **operands,
-        token_index_map=row_of_slot,
-        L=L,
-        d=width,
-        k=k,
-        pitch=pitch,
-        first=first,
-    )
+    module = executor.load(file, **constants(dtype_of(rows)), PACK=pack)
+    module.launch(kernel, **per_element(WARP * L), **operands, L=L, d=width, pitch=pitch, first=first)
 
 
 def parts_of_rows(version: str, R: int, d: int, h: int) -> list[tuple[int, int]]:

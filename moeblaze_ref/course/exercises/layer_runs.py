@@ -6,12 +6,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from moeblaze_ref.verify.layers import cases
 from moeblaze_ref.verify.layers.adapter import Sizes
 from moeblaze_ref.verify.layers.adapters import plain, wrong
 from moeblaze_ref.verify.layers.cases import Pattern
-from moeblaze_ref.verify.layers.deviations import deviations, wanted
-from moeblaze_ref.verify.layers.layer import CheckedLayer
+from moeblaze_ref.verify.layers.check import evidence_of
 
 D, H = 16, 24  # widths of the layers
 
@@ -35,7 +33,4 @@ def passing(names: Iterable[str], topk_experts: np.ndarray, num_experts: int) ->
 
 def _is_right(name: str, pattern: Pattern) -> bool:
     factory = partial(plain.experts, kind=KINDS[name])
-    layer = CheckedLayer.make(factory, pattern.sizes, torch.float32, "cpu")
-    case = cases.make(layer.adapter, pattern, layer.dtype)
-    right = wanted(cases.spec_of(layer.adapter, pattern.sizes.k), case, layer.dtype, layer.gate_dtype)
-    return not deviations(layer.step(case), right)
+    return not evidence_of(factory, pattern, torch.float32).wrong

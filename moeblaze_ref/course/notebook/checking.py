@@ -17,13 +17,12 @@ from moeblaze_ref.core.drawing import board, cell, centered, heading, panels
 from moeblaze_ref.course.notebook.markdown import table
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, SKY, VERMILLION, dotted, filled
 from moeblaze_ref.verify.layers import cases, deviations, diagnosis, reference
-from moeblaze_ref.verify.layers.adapter import Adapter, Factory
+from moeblaze_ref.verify.layers.adapter import Adapter, Factory, leaves
 from moeblaze_ref.verify.layers.adapters import ours, plain, wrong
-from moeblaze_ref.verify.layers.cases import Pattern
-from moeblaze_ref.verify.layers.check import Finding, Verdict, check_layer
-from moeblaze_ref.verify.layers.deviations import Wanted
+from moeblaze_ref.verify.layers.check import Finding, Verdict, check_layer, evidence_of
+from moeblaze_ref.verify.layers.diagnosis import Evidence
 from moeblaze_ref.verify.layers.layer import CheckedLayer
-from moeblaze_ref.verify.layers.reference import Case, Results, Spec
+from moeblaze_ref.verify.layers.reference import Case, Results
 
 PATTERNS = {pattern.name: pattern for pattern in cases.PATTERNS}
 RANDOM = cases.PATTERNS[0].name
@@ -45,10 +44,7 @@ def of_function(function: Callable[..., Tensor]) -> Factory:
     """Return a factory of a layer that is a function of x, topk_index, topk_weights, gate_up and down."""
 
     def make(*, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str) -> Adapter:
-        shapes = {"gate_up": (E, 2 * h, d), "down": (E, d, h)}
-        weights = {
-            name: torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for name, shape in shapes.items()
-        }
+        weights = leaves(dtype, device, gate_up=(E, 2 * h, d), down=(E, d, h))
         return Adapter(partial(function, **weights), plain.LAYOUTS, tensors=weights)
 
     return make
@@ -106,28 +102,12 @@ def public_bugs(names: Sequence[str]) -> Markdown:
 # One case ------------------------------------------------------------------------------------------------------------
 
 
-class Compared(NamedTuple):
-    """What a layer computed in one case, and what is right."""
-
-    spec: Spec
-    case: Case
-    found: Results
-    wanted: Wanted
-
-
-def compared(factory: Factory, routing: str = RANDOM, dtype: torch.dtype = torch.float32) -> Compared:
+def compared(factory: Factory, routing: str = RANDOM, dtype: torch.dtype = torch.float32) -> Evidence:
     """Run a step of one of the check's cases."""
-    return _compared(factory, PATTERNS[routing], dtype)
+    return evidence_of(factory, PATTERNS[routing], dtype)
 
 
-def _compared(factory: Factory, pattern: Pattern, dtype: torch.dtype) -> Compared:
-    layer = CheckedLayer.make(factory, pattern.sizes, dtype, "cpu")
-    case = cases.make(layer.adapter, pattern, dtype)
-    spec = cases.spec_of(layer.adapter, pattern.sizes.k)
-    return Compared(spec, case, layer.step(case), deviations.wanted(spec, case, dtype, layer.gate_dtype))
-
-
-def plain_results(one: Compared, dtype: torch.dtype) -> list[Results]:
+def plain_results(one: Evidence, dtype: torch.dtype) -> list[Results]:
     """What plain torch computes of the same case, in its two ways."""
     return [reference.results(one.spec, one.case, dtype, torch.float32, way) for way in reference.PLAIN_WAYS]
 
@@ -148,7 +128,7 @@ def lost_rows(factory: Factory, tile: int) -> Figure:
     return figure
 
 
-def _draw_tokens(axes: Any, one: Compared) -> None:
+def _draw_tokens(axes: Any, one: Evidence) -> None:
     """The error of each token's output, beside the size of what is right."""
     off = (one.found["out"] - one.wanted.exact["out"]).norm(dim=1)
     size = one.wanted.exact["out"].norm(dim=1)
@@ -325,8 +305,7 @@ def units(name: str, dtype: torch.dtype) -> dict[str, float]:
 
 def _units(factory: Factory, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
     for pattern in cases.patterns_for(factory(d=16, h=16, E=4, k=2, dtype=dtype, device="cpu")):
-        one = _compared(factory, pattern, dtype)
-        yield pattern.name, deviations.worst(one.found, one.wanted)
+        yield pattern.name, evidence_of(factory, pattern, dtype).units
 
 
 def units_picture(dtype: str) -> Figure:

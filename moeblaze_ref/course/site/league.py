@@ -8,11 +8,11 @@ from typing import Any
 
 from moeblaze_ref.core import documents, provenance
 from moeblaze_ref.core.paths import DOCS
+from moeblaze_ref.core.units import MIB
 
 DOCUMENT = DOCS / "league.md"
 RECORDS = DOCS / "results"
 COMMAND = "league"
-MIB = 2**20
 NONE = "–"  # in the place of a number that there is not
 
 Record = dict[str, Any]

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.checks import kind
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.core.routers import WEIGHS, Router, named
+from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.verify.layers import layouts
 from moeblaze_ref.verify.layers.faults import LayerFault, in_a_line
 from moeblaze_ref.verify.layers.layouts import Place
@@ -22,7 +25,9 @@ def takes_gate(activation: Activation) -> bool:
     return not isinstance(activation, str) or is_gated(activation)
 
 
+ALIGNED = 8  #: elements of 16 bytes in the narrow dtypes: the ``multiple`` of many layers
 INDEX_DTYPES = (torch.int32, torch.int64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which layers are checked
 SHARED = ("shared_gate", "shared_up", "shared_down")
 
 
@@ -94,30 +99,37 @@ class Adapter:
     shared: int = 0
     duplicates: bool = False
     multiple: int = 1
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: tuple[torch.dtype, ...] = DTYPES
     deterministic: bool = False
     compiles: bool = True
     graphs: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.activation, str) and self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {self.activation!r}, but it must be one of {', '.join(ACTIVATIONS)}")
-        if not isinstance(self.activation, str):
-            _check_function(self.activation)
+        if not callable(self.module):
+            raise TypeError(f"module is {kind(self.module)}, but it must be an nn.Module or a function")
+        _check_mapping("weights", self.weights, str)
+        if self.tensors is not None:
+            _check_mapping("tensors", self.tensors, Tensor)
+        _check_activation(self.activation)
         if self.router is not None:
             named(self.router)
         if self.weighs not in WEIGHS:
             raise ValueError(f"weighs is {self.weighs!r}, but it must be one of {', '.join(WEIGHS)}")
+        self._check_dtypes()
+        checks.check_int("shared", self.shared, at_least=0)
+        checks.check_int("multiple", self.multiple, at_least=1)
+
+    def _check_dtypes(self) -> None:
         if self.index_dtype not in INDEX_DTYPES:
-            raise ValueError(f"index_dtype is {self.index_dtype}, but it must be {' or '.join(map(str, INDEX_DTYPES))}")
-        if self.gate_dtype is not None and not self.gate_dtype.is_floating_point:
-            raise ValueError(f"gate_dtype is {self.gate_dtype}, but it must be a floating-point dtype, or None")
-        if self.multiple < 1:
-            raise ValueError(f"multiple is {self.multiple}, but it must be at least 1")
-        if not self.dtypes:
-            raise ValueError("dtypes is empty, but the layer must compute in some dtype")
-        if not callable(self.module):
-            raise TypeError(f"module is {kind(self.module)}, but it must be an nn.Module or a function")
+            raise ValueError(f"index_dtype is {self.index_dtype!r}, but it must be {either(INDEX_DTYPES)}")
+        if self.gate_dtype not in (None, torch.float64, *DTYPES):
+            allowed = either((torch.float64, *DTYPES))
+            raise ValueError(f"gate_dtype is {self.gate_dtype!r}, but it must be {allowed}, or None")
+        if not isinstance(self.dtypes, tuple) or not self.dtypes:
+            raise ValueError(f"dtypes is {self.dtypes!r}, but it must be a tuple of one or more of {either(DTYPES)}")
+        for i, dtype in enumerate(self.dtypes):
+            if dtype not in DTYPES:
+                raise ValueError(f"dtypes[{i}] is {dtype!r}, but it must be {either(DTYPES)}")
 
     @property
     def router_inside(self) -> Router | None:
@@ -195,6 +207,23 @@ def _tensor_of(place: Place, tensors: Mapping[str, Tensor], sizes: Sizes, shared
     return tensor
 
 
+def _check_mapping(name: str, mapping: object, of: type) -> None:
+    """A mapping of names to values of one type."""
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"{name} is {kind(mapping)}, but it must be a mapping of str to {of.__name__}")
+    for key, value in mapping.items():
+        checks.check_type(f"a name in {name}", key, str)
+        checks.check_type(f"{name}[{key!r}]", value, of)
+
+
+def _check_activation(activation: Activation) -> None:
+    if callable(activation):
+        _check_function(activation)
+    elif activation not in ACTIVATIONS:
+        allowed = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activation is {activation!r}, but it must be one of {allowed}, or a function")
+
+
 def _check_function(activation: Callable[[Tensor, Tensor], Tensor]) -> None:
     rows = torch.ones(2, 3)
     try:
@@ -205,6 +234,25 @@ def _check_function(activation: Callable[[Tensor, Tensor], Tensor]) -> None:
         raise ValueError(f"activation returns {kind(found)}, but it must return a tensor (R, h) for gate and up (R, h)")
 
 
+def leaves(dtype: torch.dtype, device: str, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return zeros that want gradients, by name: the ``tensors`` of a layer that is a function."""
+    return {name: torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for name, shape in shapes.items()}
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Split MODULE:FACTORY.
+
+    Raises
+    ------
+    ValueError
+        If one of them is missing.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"a layer is {name!r}, but it must be MODULE:FACTORY, such as my_package.layers:make")
+    return module, attribute
+
+
 def load(name: str) -> Factory:
     """Import the factory that ``MODULE:FACTORY`` names.
 
@@ -213,9 +261,7 @@ def load(name: str) -> Factory:
     ValueError
         If the text has another form, the module cannot be imported, or it has no such function.
     """
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ValueError(f"a layer is {name!r}, but it must be MODULE:FACTORY, such as my_package.layers:make")
+    module, attribute = parts_of(name)
     try:
         imported = importlib.import_module(module)
     except ImportError as error:
@@ -228,12 +274,6 @@ def load(name: str) -> Factory:
     if not callable(factory):
         raise ValueError(f"{name} is {kind(factory)}, but it must be a factory: a function that returns an Adapter")
     return factory
-
-
-def kind(value: object) -> str:
-    """What a value is, for a message: "None", "an int", "a Linear"."""
-    name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def make(factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> Adapter:

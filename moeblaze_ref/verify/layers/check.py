@@ -214,6 +214,19 @@ def _only(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else UNKNOWN
 
 
+def evidence_of(factory: Factory, pattern: Pattern, dtype: torch.dtype) -> Evidence:
+    """Run a step of one case on the CPU: what the layer computes, and what is right.
+
+    Raises
+    ------
+    LayerFault
+        If the factory or the layer raises an error.
+    """
+    layer = CheckedLayer.make(factory, pattern.sizes, dtype, "cpu")
+    (compared,) = _compared(layer, ways.plain(layer, pattern, 0), cases.spec_of(layer.adapter, pattern.sizes.k))
+    return compared.evidence
+
+
 class _Compared(NamedTuple):
     how: str
     evidence: Evidence

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moeblaze_ref.core import checks
 from moeblaze_ref.verify.layers import adapter as adapters
 from moeblaze_ref.verify.layers import layouts
 from moeblaze_ref.verify.layers.adapter import Adapter, Factory, Sizes
@@ -141,9 +142,7 @@ def _checked(out: Any, x: Tensor) -> Tensor:
     """Return the output, of the shape, dtype and device of x; under autocast it may have that dtype."""
     first = out[0] if isinstance(out, tuple) and out else out
     if not isinstance(first, Tensor):
-        raise LayerFault(
-            f"the output is {adapters.kind(first)}, but it must be a tensor, or a tuple that begins with it"
-        )
+        raise LayerFault(f"the output is {checks.kind(first)}, but it must be a tensor, or a tuple that begins with it")
     if first.shape != x.shape:
         raise LayerFault(f"the output has shape {tuple(first.shape)}, but it must be {tuple(x.shape)}")
     allowed = [x.dtype]

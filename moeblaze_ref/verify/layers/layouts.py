@@ -128,8 +128,9 @@ def places(layouts: Mapping[str, str], num_experts: int) -> list[Place]:
         if each == ("E" in layout.axes) and ROLES[layout.roles[0]][0] == "E":
             wrong = "one parameter an expert, so its layout has no E" if each else "all experts, so its layout has an E"
             raise ValueError(f"{name!r} stands for {wrong}: {text!r}")
-        if taken := {role for place in found for role in place.layout.roles} & set(layout.roles):
-            raise ValueError(f"{name!r} has the weight {taken.pop()!r}, which another tensor has too")
+        taken = {role for place in found for role in place.layout.roles}
+        if twice := [role for role in layout.roles if role in taken]:
+            raise ValueError(f"{name!r} has the weight {twice[0]!r}, which another tensor has too")
         experts = range(num_experts) if each else (None,)
         found += [Place(name if e is None else name.replace("*", str(e)), layout, e) for e in experts]
     return found

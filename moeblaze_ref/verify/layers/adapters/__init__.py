@@ -16,13 +16,27 @@ def on_gpu() -> dict[str, Factory]:
     return grouped.compiled() | foreign.factories()
 
 
+def check_name(name: str) -> None:
+    """Check that an adapter has the name, or that it is ``MODULE:FACTORY``; no module is imported.
+
+    Raises
+    ------
+    ValueError
+        If neither is so; the message proposes the nearest name.
+    """
+    if ":" in name:
+        adapter.parts_of(name)
+    else:
+        checks.check_name("layer", name, factories() | on_gpu())
+
+
 def named(name: str) -> Factory:
     """Return the factory of an adapter, or the one that ``MODULE:FACTORY`` names.
 
     Raises
     ------
     ValueError
-        If there is none; the message proposes the nearest name.
+        If there is none.
     """
-    known = factories() | on_gpu()
-    return adapter.load(name) if ":" in name else known[checks.check_name("layer", name, known)]
+    check_name(name)
+    return adapter.load(name) if ":" in name else (factories() | on_gpu())[name]

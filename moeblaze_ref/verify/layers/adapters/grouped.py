@@ -7,10 +7,9 @@ import torch
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.nn import torch_grouped
 from moeblaze_ref.nn.routed_experts import RoutedExperts
-from moeblaze_ref.verify.layers.adapter import Adapter, Factory
+from moeblaze_ref.verify.layers.adapter import ALIGNED, Adapter, Factory
 
 LAYOUTS = {"wg": "router: d E", "w1": "gate: E d h", "w2": "up: E d h", "w3": "down: E h d"}
-ALIGNED = 8  #: elements of 16 bytes
 DTYPES = (torch.bfloat16,)  #: in others torch.compile refuses torch's grouped_mm
 
 

@@ -9,9 +9,7 @@ from torch import Tensor
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.nn.activations import ACTIVATION
-from moeblaze_ref.verify.layers.adapter import Adapter
-
-ALIGNED = 8  #: elements of 16 bytes
+from moeblaze_ref.verify.layers.adapter import ALIGNED, Adapter
 
 
 def dmoe(

@@ -5,9 +5,7 @@ from torch import Tensor
 
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.routers import Router
-from moeblaze_ref.verify.layers.adapter import Adapter
-
-ALIGNED = 8  #: elements of 16 bytes
+from moeblaze_ref.verify.layers.adapter import ALIGNED, Adapter, leaves
 
 
 def moe(*, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, activation: str = "swiglu") -> Adapter:
@@ -16,20 +14,16 @@ def moe(*, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, acti
     from sonicmoe.enums import ActivationType
 
     gated = is_gated(activation)
-    leaves = {
-        "router": torch.zeros(E, d, dtype=dtype, device=device, requires_grad=True),
-        "gate_up": torch.zeros(E, h * (1 + gated), d, dtype=dtype, device=device, requires_grad=True),
-        "down": torch.zeros(E, d, h, dtype=dtype, device=device, requires_grad=True),
-    }
+    weights = leaves(dtype, device, router=(E, d), gate_up=(E, h * (1 + gated), d), down=(E, d, h))
     router = _recorded(functional)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         out, _, _ = functional.moe_TC_softmax_topk_layer(
             x,
-            leaves["router"],
-            leaves["gate_up"].permute(1, 2, 0),
+            weights["router"],
+            weights["gate_up"].permute(1, 2, 0),
             None,
-            leaves["down"].permute(1, 2, 0),
+            weights["down"].permute(1, 2, 0),
             None,
             k,
             stream_id=0,  # this release ignores it
@@ -41,7 +35,7 @@ def moe(*, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, acti
     up = "gate_up: E h2 d" if gated else "up: E h d"
     layouts = {"router": "router: E d", "gate_up": up, "down": "down: E d h"}
     dtypes = (torch.bfloat16, torch.float16)
-    return Adapter(run, layouts, Router(), activation, leaves, multiple=ALIGNED, dtypes=dtypes, compiles=False)
+    return Adapter(run, layouts, Router(), activation, weights, multiple=ALIGNED, dtypes=dtypes, compiles=False)
 
 
 class _Recorded:

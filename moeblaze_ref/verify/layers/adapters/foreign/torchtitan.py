@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from moeblaze_ref.core.routers import Router
-from moeblaze_ref.verify.layers.adapter import Adapter
+from moeblaze_ref.verify.layers.adapter import ALIGNED, Adapter
 
 LAYOUTS = {
     "moe.router.gate.weight": "router: E d",
@@ -12,7 +12,6 @@ LAYOUTS = {
     "moe.routed_experts.inner_experts.w3_EFD": "up: E h d",
     "moe.routed_experts.inner_experts.w2_EDF": "down: E d h",
 }
-ALIGNED = 8  #: elements of 16 bytes, for grouped_mm
 
 
 class _Flat(nn.Module):
