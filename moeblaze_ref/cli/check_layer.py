@@ -11,6 +11,7 @@ from rich.table import Table
 from moeblaze_ref.cli.shared import print_error, print_text, stdout, user_errors
 from moeblaze_ref.core import checks, progress, provenance, source_hashes
 from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.core.units import KIB
 
 ALL = "all"
 COMMAND = "check --layer"
@@ -30,6 +31,11 @@ class Row(NamedTuple):
     graphs: bool  #: a CUDA graph held a step
     large: tuple[str, ...]  #: cases of more than 2**31 elements that the device had room for
     first_problem: str
+    not_supported: tuple[str, ...] = ()  #: ways of running it that the layer refuses, as its adapter says
+    kept_bytes: int | None = None  #: of a step of ``bench.layer_bytes.SIZES``, as ``LayerBytes`` says
+    peak_bytes: int | None = None
+    closest: str = ""
+    account_bytes: int | None = None
     refused: bool = False  #: nothing was checked, since something given is not as it must be
 
 
@@ -94,15 +100,18 @@ def each(names: Iterable[str], device: str) -> list[str]:
 
 
 def verdicts(name: str, dtypes: list[str], device: str, seeds: int, large: bool) -> Iterator[Any]:
-    """Yield the verdict on a layer in each dtype; runs in the process of the layer."""
+    """Yield the verdict on a layer in each dtype, and its bytes; runs in the process of the layer."""
     import torch
 
+    from moeblaze_ref.bench.layer_bytes import bytes_of
     from moeblaze_ref.verify.layers import adapters
     from moeblaze_ref.verify.layers.check import check_layer
 
     torch.set_num_threads(1)
     chosen = [getattr(torch, dtype) for dtype in dtypes] or None
-    yield from check_layer(adapters.named(name), chosen, device, seeds, large)
+    factory = adapters.named(name)
+    for verdict in check_layer(factory, chosen, device, seeds, large):
+        yield verdict, bytes_of(factory, getattr(torch, verdict.dtype), device)
 
 
 def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int, large: bool = False) -> Iterator[Row]:
@@ -110,8 +119,8 @@ def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int,
     from moeblaze_ref.verify.layers.isolated import isolated
 
     try:
-        for verdict in isolated(verdicts, name, dtypes, device, seeds, large, seconds=seconds):
-            yield _row_of(name, verdict)
+        for verdict, used in isolated(verdicts, name, dtypes, device, seeds, large, seconds=seconds):
+            yield _row_of(name, verdict, used or ())
     except TimeoutError:
         yield _failed(name, f"there is no verdict after {seconds} seconds: --timeout sets another limit")
     except ChildProcessError as error:
@@ -120,7 +129,7 @@ def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int,
         yield _failed(name, str(error))._replace(refused=True)
 
 
-def _row_of(name: str, verdict: Any) -> Row:
+def _row_of(name: str, verdict: Any, used: Iterable[Any]) -> Row:
     units = verdict.units if verdict.units < float("inf") else None
     first = "" if verdict.ok else str(verdict).partition("\n")[2]
     return Row(
@@ -133,6 +142,8 @@ def _row_of(name: str, verdict: Any) -> Row:
         verdict.graphs,
         verdict.large,
         first,
+        verdict.not_supported,
+        *used,
     )
 
 
@@ -150,11 +161,30 @@ def show(rows: list[Row]) -> None:
         same = "" if row.deterministic is None else ("yes" if row.deterministic else "no")
         table.add_row(row.layer, row.dtype or "", _verdict(row), error, same, "yes" if row.graphs else "")
     stdout().print(table)
+    if measured := [row for row in rows if row.kept_bytes is not None]:
+        stdout().print(_bytes_table(measured))
     for row in rows:
+        if row.not_supported:
+            print_text(f"{row.layer}, {row.dtype}: not supported: {', '.join(row.not_supported)}")
         if row.dtype is None:
             print_error(f"{row.layer}: {row.first_problem}")
         elif not row.right:
             print_text(f"{row.layer}, {row.dtype}: {row.first_problem}")
+
+
+def _bytes_table(rows: Iterable[Row]) -> Table:
+    """What a step keeps and needs, beside the account of the system that keeps most nearly as much."""
+    from moeblaze_ref.bench.layer_bytes import SIZES
+
+    table = Table(box=None, padding=(0, 2, 0, 0), title=f"bytes of a step, {SIZES}", title_justify="left")
+    for heading in ("layer", "dtype", "kept KiB", "peak KiB", "account KiB", "of the closest system"):
+        table.add_column(heading, justify="right" if "KiB" in heading else "left", no_wrap=heading == "layer")
+    for row in rows:
+        sizes = [
+            "" if size is None else f"{size / KIB:,.1f}" for size in (row.kept_bytes, row.peak_bytes, row.account_bytes)
+        ]
+        table.add_row(row.layer, row.dtype, *sizes, row.closest)
+    return table
 
 
 def _verdict(row: Row) -> str:

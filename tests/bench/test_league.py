@@ -14,10 +14,12 @@ from moeblaze_ref.cli.app import app
 from moeblaze_ref.cli.check_layer import Row
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.routers import Router
-from moeblaze_ref.verify.layers import adapters, reference
-from moeblaze_ref.verify.layers.reference import Spec
+from moeblaze_ref.verify.layers import adapters, layouts, reference
+from moeblaze_ref.verify.layers.adapter import Sizes
+from moeblaze_ref.verify.layers.reference import Case, Spec
 
 TINY = MoEConfig(L=37, d=16, h=24, E=5, k=2, dtype="float32")
+SIZES = Sizes(TINY.L, TINY.d, TINY.h, TINY.E, TINY.k)
 BYTES = 4 * TINY.L * TINY.d  # of x
 HERE = ("torch/experts", "torch/grouped_mm", "moeblaze_ref/minimal", "moeblaze_ref/experts/linear")
 
@@ -45,17 +47,29 @@ def test_a_layer_that_cannot_run_is_named_and_the_others_are_timed():
     assert right.layer == "torch/experts" and right.step_ms
 
 
+def results_by_role(scene, name, number):
+    """What a step of a layer computes: the output, and the gradient of x and of each weight."""
+    made = adapters.named(name)(d=TINY.d, h=TINY.h, E=TINY.E, k=TINY.k, dtype=torch.float32, device="cpu")
+    step = scene.step_of(lambda **sizes: made)
+    d_x, *gradients = step(number)
+    places = [place for place, _ in made.places(SIZES)]
+    found = {"out": step.forward(number), "x": d_x} | layouts.gather(list(zip(places, gradients, strict=False)))
+    return found if made.router_inside else found | {"router": gradients[len(places)]}
+
+
 @pytest.mark.parametrize("name", HERE)
-def test_every_layer_has_the_same_numbers(name):
+def test_every_layer_has_the_results_of_the_same_numbers(name):
     scene = league.Scene.make(TINY, PretendedDevice())
-    step = scene.step_of(adapters.named(name))
     spec = Spec(TINY.k, Router(renormalize=name == "moeblaze_ref/minimal"), "swiglu", "output")
+    weights = {role: weight.double() for role, weight in scene.weights.items()}
     for number, x in enumerate(scene.tokens):
-        inputs = scene.weights | {"x": x.detach()}
-        wanted = reference.layer(spec, inputs, reference.route(spec, inputs).topk_experts)
-        torch.testing.assert_close(step.forward(number), wanted, rtol=1e-4, atol=1e-5)
-    gradients = step()
-    assert len(gradients) == 1 + len(step.leaves) and all(bool(gradient.any()) for gradient in gradients)
+        x = x.detach().double()
+        index = reference.route(spec, weights | {"x": x}).topk_experts
+        wanted = reference.exact(spec, Case("", SIZES, x, weights, index, None, scene.d_out.double()))
+        found = results_by_role(scene, name, number)
+        assert found.keys() == wanted.keys()
+        for role, tensor in wanted.items():
+            assert (found[role] - tensor).norm() < 1e-5 * tensor.norm(), role
 
 
 def ends_at_b(preset, layers, repetitions, tokens):

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 from test_cli import moeblaze
 
+from moeblaze_ref.bench.layer_bytes import bytes_of
 from moeblaze_ref.cli import check_layer
 from moeblaze_ref.cli.shared import print_error
+from moeblaze_ref.verify.layers.adapters import plain
 
 LAYERS = """
 import os, sys, time
@@ -37,6 +40,9 @@ def hanging(**sizes):
 
 def exiting(**sizes):
     sys.exit(3)
+
+def uncompiled(**sizes):
+    return replace(plain.experts(**sizes), compiles=False)
 
 def nothing(**sizes):
     return 3
@@ -81,7 +87,16 @@ def test_a_right_layer_and_its_record(here):
     assert done.exit_code == 0, done.output
     assert "my_layers:right" in done.output and "right" in done.output
     record = json.loads((here / "record.json").read_text())
-    assert record["command"] == "check --layer" and [row["dtype"] for row in record["rows"]] == ["float32"]
+    (row,) = record["rows"]
+    assert record["command"] == "check --layer" and row["dtype"] == "float32"
+    used = bytes_of(plain.experts, torch.float32, "cpu")
+    assert (row["kept_bytes"], row["peak_bytes"], row["account_bytes"]) == (used.kept, None, used.account)
+    assert row["closest"] == used.closest and f"{used.kept / 1024:,.1f}" in done.output
+
+
+def test_what_a_layer_refuses_is_said(here):
+    done = moeblaze("check", "--layer", "my_layers:uncompiled", "--dtype", "bfloat16")
+    assert done.exit_code == 0 and "my_layers:uncompiled, bfloat16: not supported: torch.compile\n" in done.output
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ CHECKED = {
     "deterministic": True,
     "graphs": False,
     "large": ["weights"],
+    "not_supported": [],
     "first_problem": "",
 }
+REFUSING = CHECKED | {"not_supported": ["torch.compile"]}
 WRONG = CHECKED | {"layer": "a/b", "right": False, "bug_class": "stale gradient", "first_problem": "a step, random"}
 MISSING = dict.fromkeys(CHECKED) | {"layer": "c/d", "first_problem": "c cannot be imported"}
 TIMED = {"layer": "torch/experts", "preset": "conf1", "step_ms": [2.0, 2.345], "kept_bytes": 3 * 2**30, "problem": ""}
@@ -41,6 +43,7 @@ def test_a_verdict_says_what_is_wrong():
     right, wrong, missing = cells(league.verdicts(RECORD))[2:]
     assert right == ["torch/experts", "right", "0.46", "yes", "no", "weights"]
     assert wrong[1] == "wrong: stale gradient; a step, random"
+    assert cells(league.verdicts({"checks": [REFUSING]}))[2][1] == "right; not supported: torch.compile"
     assert missing[:2] == ["c/d", "not checked: c cannot be imported"] and set(missing[2:]) == {league.NONE}
 
 

@@ -213,7 +213,8 @@ def test_other_experts_with_this_activation(family):
     module, *inputs = experts_of(family, name, config)
     assert hf._layout(module) == layout and hf._activation(module) == "clamped_swiglu"
     theirs = module(*inputs)
-    assert torch.allclose(hf._run("minimal", module, *inputs), theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+    off = hf._run("minimal", module, *inputs) - theirs
+    assert (off.norm(dim=1) <= 1e-5 * theirs.norm(dim=1)).all()  # each token by its own size
 
 
 def test_an_activation_that_clamps_otherwise_is_refused():

@@ -488,6 +488,23 @@ def test_a_layer_that_refuses_torch_compile(compiles):
     verdict = verdict_on(factory)
     assert verdict.ok is not compiles
     assert ("torch.compile" in str(verdict)) is compiles
+    assert verdict.not_supported == (() if compiles else ("torch.compile",))
+
+
+class RefusingAutocast(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no autocast")
+        return super().forward(x, topk_index, topk_weights)
+
+
+@pytest.mark.parametrize("autocasts", [True, False])
+def test_a_layer_that_refuses_autocast(autocasts):
+    verdict = verdict_on(lambda **sizes: replace(plain.experts(**sizes, kind=RefusingAutocast), autocasts=autocasts))
+    assert verdict.ok is not autocasts
+    assert {finding.way for finding in verdict.findings if not finding.ok} == ({"autocast"} if autocasts else set())
+    assert verdict.not_supported == (() if autocasts else ("autocast",))
+    assert {finding.way for finding in verdict.findings} >= ways.WAYS.keys() - {"autocast", ways.GRAPH}
 
 
 def test_a_dtype_that_the_layer_does_not_take():

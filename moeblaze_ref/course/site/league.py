@@ -33,6 +33,7 @@ def _verdict(row: dict[str, Any]) -> list[str]:
     if row["dtype"] is None:
         return [row["layer"], f"not checked: {row['first_problem']}", *[NONE] * 4]
     said = "right" if row["right"] else f"wrong: {row['bug_class'] or 'not deterministic'}; {row['first_problem']}"
+    said += f"; not supported: {', '.join(row['not_supported'])}" if row["not_supported"] else ""
     error = NONE if row["largest_error"] is None else f"{row['largest_error']:.2f}"
     bits = {True: "yes", False: "no", None: NONE}[row["deterministic"]]
     return [row["layer"], said, error, bits, "yes" if row["graphs"] else "no", ", ".join(row["large"]) or NONE]

@@ -82,8 +82,8 @@ class Adapter:
         What the layer computes in.
     deterministic : bool
         The layer claims the same bits in each run; otherwise differences are reported and are no fault.
-    compiles : bool
-        The layer runs under ``torch.compile``; False of one that refuses.
+    compiles, autocasts : bool
+        The layer runs under ``torch.compile``, and under ``torch.autocast``; False of one that refuses.
     graphs : bool
         The layer claims that a CUDA graph can hold its step; otherwise it is reported whether one can.
     """
@@ -102,6 +102,7 @@ class Adapter:
     dtypes: tuple[torch.dtype, ...] = DTYPES
     deterministic: bool = False
     compiles: bool = True
+    autocasts: bool = True
     graphs: bool = False
 
     def __post_init__(self) -> None:

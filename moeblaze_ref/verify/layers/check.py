@@ -52,6 +52,7 @@ class Verdict(NamedTuple):
     bug_class: str  #: the name of a `diagnosis.BugClass`, `UNKNOWN`, or nothing if the layer is right
     deterministic: bool | None  #: the same bits in a second run; None if the layer raised an error
     claims_determinism: bool
+    not_supported: tuple[str, ...] = ()  #: of `ways.WAYS`, what the layer refuses as its adapter says
 
     @property
     def ok(self) -> bool:
@@ -146,12 +147,14 @@ class _Check(NamedTuple):
         evidence: list[Evidence] = []
         steps = [finding for pattern in patterns for finding in self._steps(pattern, seeds, evidence)]
         of_ways: list[Evidence] = []
-        others = [f for name, way in ways.WAYS.items() for f in self._run(name, way, patterns[0], 0, of_ways)]
+        refused = ways.refused(self.adapter)
+        taken = {name: way for name, way in ways.WAYS.items() if name not in refused}
+        others = [f for name, way in taken.items() for f in self._run(name, way, patterns[0], 0, of_ways)]
         same = self._is_deterministic(patterns[0])
         others += [*self._large_steps()] if large else []
         name = str(self.dtype).removeprefix("torch.")
         bug_class = _class_of(steps, evidence) if not _right(steps) else _class_of_ways(others, of_ways)
-        return Verdict(name, (*steps, *others), bug_class, same, self.adapter.deterministic)
+        return Verdict(name, (*steps, *others), bug_class, same, self.adapter.deterministic, refused)
 
     def _steps(self, pattern: Pattern, seeds: int, evidence: list[Evidence]) -> Iterator[Finding]:
         for seed in range(seeds):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ref.runtime.torch_capture import capture
 from moeblaze_ref.verify.layers import cases
+from moeblaze_ref.verify.layers.adapter import Adapter
 from moeblaze_ref.verify.layers.cases import Pattern
 from moeblaze_ref.verify.layers.faults import LayerFault, faults_of_a_layer
 from moeblaze_ref.verify.layers.layer import CheckedLayer, Inputs
@@ -26,7 +27,7 @@ class Found(NamedTuple):
     dtype: torch.dtype | None = None  #: in which it was computed, if not in the layer's
 
 
-GRAPH = "a replayed CUDA graph"
+AUTOCAST, COMPILE, GRAPH = "autocast", "torch.compile", "a replayed CUDA graph"
 Way = Callable[[CheckedLayer, Pattern, int], Iterator[Found]]
 
 
@@ -229,8 +230,6 @@ def _poisoned_memory() -> Iterator[None]:
 
 def compiled(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
     """Under ``torch.compile``, which on a CPU generates no code."""
-    if not layer.adapter.compiles:
-        return
     torch.compiler.reset()
     module = torch.compile(layer.adapter.module, backend="aot_eager" if layer.device == "cpu" else "inductor")
     case = _make(layer, pattern, seed)
@@ -279,6 +278,12 @@ def _on_a_side_stream(work: Callable[[], object]) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+def refused(adapter: Adapter) -> tuple[str, ...]:
+    """Return the ways that a layer refuses, as its adapter says."""
+    takes = {AUTOCAST: adapter.autocasts, COMPILE: adapter.compiles}
+    return tuple(way for way, taken in takes.items() if not taken)
+
+
 #: each on one pattern; what it is called in a verdict
 WAYS: dict[str, Way] = {
     "a second step of the same shape": second_step,
@@ -296,7 +301,7 @@ WAYS: dict[str, Way] = {
     "equal tokens": equal_tokens,
     "an expanded x": expanded,
     "memory full of NaN": poisoned,
-    "autocast": autocast,
-    "torch.compile": compiled,
+    AUTOCAST: autocast,
+    COMPILE: compiled,
     GRAPH: replayed,
 }
