@@ -44,6 +44,7 @@ def _counted(layer: CheckedLayer) -> LayerBytes:
     def step() -> None:
         layer.raw_gradients(layer.forward(inputs), d_out, inputs)
 
+    step()  # compiles, and takes workspaces
     peak = None if layer.device == "cpu" else Gpu().peak_bytes(step) + inputs.x.nbytes
     return LayerBytes(saved.bytes, peak, *closest_account(saved.bytes, layer.dtype, layer.adapter.activation))
 

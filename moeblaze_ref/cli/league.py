@@ -54,13 +54,11 @@ def league(
     from moeblaze_ref.bench import league as rules
 
     with user_errors():
-        shapes = [checks.check_name("preset", name, PRESETS) for name in each_name(preset)] or list(rules.SHAPES)
+        shapes = [checks.check_name("preset", name, PRESETS) for name in each_name(preset) or rules.SHAPES]
         if tokens is not None:
             checks.check_int("tokens", tokens, at_least=1)
         names = check_layer.each(layer or rules.LAYERS, DEVICE)
-        if record:
-            records.check_regular(record)  # it is written after each shape
-            provenance.check_place(record, COMMAND, force)
+        _check_place(record, force)
         check_layer.check_device(DEVICE)
     verdicts = _verdicts(names, seeds, timeout, jobs, large)
     able = [name for name in names if any(row.layer == name and row.dtype for row in verdicts)]
@@ -70,13 +68,16 @@ def league(
         for shape in shapes:
             content["times"] += rules.as_rows(rules.timed(shape, able, repetitions, timeout, tokens))
             _save(record, content, force)
-    if as_json:
-        print(json.dumps(content, indent=2))
-    else:
-        check_layer.show(verdicts)
-        _show(content["times"])
+    _print(verdicts, content, as_json)
     if not able:
         raise typer.Exit(2)
+
+
+def _check_place(record: Path | None, force: bool) -> None:
+    """Check that a record can be written; it is written after each shape, so it must be a regular file."""
+    if record:
+        records.check_regular(record)
+        provenance.check_place(record, COMMAND, force)
 
 
 def _save(record: Path | None, content: dict[str, Any], force: bool) -> None:
@@ -105,6 +106,14 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _print(verdicts: list[check_layer.Row], content: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(content, indent=2))
+    else:
+        check_layer.show(verdicts)
+        _show(content["times"])
 
 
 def _show(times: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from moeblaze_ref.bench.layer_bytes import bytes_of
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.verify.layers import ways
 from moeblaze_ref.verify.layers.adapters import factories, plain
@@ -28,6 +29,11 @@ def test_a_right_layer_is_called_right(name):
     verdict = verdict_on(FACTORIES[name])
     assert verdict.ok, str(verdict)
     assert verdict.graphs or name not in GRAPHED
+
+
+def test_a_step_allocates_more_than_it_keeps():
+    found = bytes_of(FACTORIES["moeblaze_ref/minimal"], torch.bfloat16, "cuda")
+    assert found.kept == found.account < found.peak
 
 
 class Baked(PlainExperts):
