@@ -86,7 +86,7 @@ def check(
 ):
     """Cross-check every stage of every backend, or check a kernel or a layer of yours.
 
-    The exit status is 1 on any failure.
+    The exit status is 1 on any failure, and 2 for what cannot be checked.
     """
     from moeblaze_ref.cli import terminal
     from moeblaze_ref.verify import check as cross_check
