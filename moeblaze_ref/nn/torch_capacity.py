@@ -54,7 +54,6 @@ class CapacityMoE(MoEModule):
     """
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    any_router = True
 
     def __init__(
         self,
