@@ -117,6 +117,15 @@ class RoutedExperts(nn.Module):
         """wg, w1, w2, w3."""
         return self.wg, self.w1, self.w2, self.w3
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What a forward reads, by the names of the state: `weights`, biases, and the shared expert's weights."""
+        names = ("wg", "w1", "w2", "w3", "logit_bias", "selection_bias")
+        found = {name: getattr(self, name) for name in names}
+        if (shared := self.shared_expert) is not None:
+            found |= {f"shared_expert.{name}": getattr(shared, name) for name in ("w1", "w2", "w3", "gate")}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
         (d, E), h = self.wg.shape, self.w1.shape[2]

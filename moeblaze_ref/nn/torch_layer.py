@@ -225,7 +225,7 @@ class MoELayer(KernelMoE):
             return self.launch(x, self.weights, topk_experts)
         if topk_experts is not None or _tapes.get() or _replay.get() is not None:
             raise ValueError("a graphed layer chooses the experts itself: it takes no topk_experts and no keep_routing")
-        return self.graphs(x, self.weights)
+        return self.graphs(x, self.tensors)
 
     def _policy_for(self, x: Tensor, operands: torch_node.Operands) -> str:
         return self.policy if has_backward(x, operands) else "inputs"

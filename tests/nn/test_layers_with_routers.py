@@ -9,7 +9,7 @@ from transformers_routers import ROUTERS_OF, THEIRS, D, E, K, Theirs
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.routers import FAMILIES, ROUTERS, Router, Shared
-from moeblaze_ref.nn import SYSTEMS, MoELayer, OracleMoE, graphed, keep_routing, systems
+from moeblaze_ref.nn import SYSTEMS, MoELayer, OracleMoE, keep_routing, systems
 from moeblaze_ref.verify.cases import relative_error
 
 H, L = 8, 40
@@ -250,12 +250,6 @@ def test_print_shows_the_router_that_is_not_plain():
 def test_what_a_layer_does_not_compute_is_named(system, options, message):
     with pytest.raises(ValueError, match=message):
         SYSTEMS[system](D, H, E, K, "swiglu", **options)
-
-
-@pytest.mark.parametrize("options", [{"router": "lfm2_moe"}, {"shared": Shared(8)}], ids=str)
-def test_what_cannot_be_graphed_is_refused(options):
-    with pytest.raises(ValueError, match="another router than a softmax, or with a shared expert, cannot be graphed"):
-        graphed(MoELayer(D, H, E, K, **options), torch.randn(L, D))
 
 
 def test_a_shared_expert_needs_a_width():
