@@ -31,6 +31,7 @@ from moeblaze_ref.backends.registry import BACKENDS, ORACLE, STAGES
 from moeblaze_ref.cli import app
 from moeblaze_ref.core import config, units
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.routers import Router
 from moeblaze_ref.memory import accounting, report
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.placement import methods
@@ -387,7 +388,8 @@ ACCOUNTS = [
     for changes in ({}, {"activation": "relu2"}, {"dtype": "float32"}, {"dtype": "float64"})
     for renormalize in (False, True)
     for account in accounting.accounts(
-        ACCOUNT_CONFIG.replace(**changes), assumptions=accounting.Assumptions(renormalize=renormalize, block=100)
+        ACCOUNT_CONFIG.replace(**changes),
+        assumptions=accounting.Assumptions(router=Router(renormalize=renormalize), block=100),
     )
 ]
 

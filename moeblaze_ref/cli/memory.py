@@ -10,6 +10,7 @@ from moeblaze_ref.cli.shared import AsJson, Force, Tokens, print_plots, show, us
 from moeblaze_ref.core.checks import MAX_EXPERTS
 from moeblaze_ref.core.config import PRESETS
 from moeblaze_ref.core.config import preset as find_preset
+from moeblaze_ref.core.routers import ROUTERS, Router, Shared
 
 PLOTS = ("memory_by_tensor", "memory_against_tokens")
 
@@ -22,6 +23,13 @@ def memory(
     capacity_factor: Annotated[
         float, typer.Option(help="Capacity factor, for the system capacity.", max=MAX_EXPERTS)
     ] = 1.25,
+    router: Annotated[
+        str | None, typer.Option(help=f"A model family's router, in place of a softmax: {', '.join(ROUTERS)}.")
+    ] = None,
+    shared: Annotated[int | None, typer.Option(help="Hidden width of an expert that sees every token.")] = None,
+    shared_gate: Annotated[
+        bool, typer.Option("--shared-gate", help="A sigmoid multiplies the shared expert's output.")
+    ] = False,
     block: Annotated[int, typer.Option(help="Rows and columns of a block, for megablocks.")] = 128,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run the layers, on a GPU if there is one, and see what is kept.")
@@ -33,15 +41,20 @@ def memory(
     """Show where the activation bytes of one MoE layer go, tensor by tensor, for every system."""
     from moeblaze_ref.core import figures
     from moeblaze_ref.memory import measured, report
-    from moeblaze_ref.memory.accounting import SYSTEMS, Assumptions, accounts
+    from moeblaze_ref.memory.accounting import Assumptions, accounts, systems_with
 
     with user_errors():
         config = find_preset(preset).config
         changes = {"L": tokens, "activation": activation}
         config = config.replace(**{name: value for name, value in changes.items() if value is not None})
-        assumptions = Assumptions(capacity_factor=capacity_factor, block=block)
-        found = accounts(config, system or tuple(SYSTEMS), assumptions)
-        notes = report.preset_notes(preset)
+        assumptions = Assumptions(
+            capacity_factor=capacity_factor,
+            router=router or Router(),
+            shared=_shared(shared, shared_gate),
+            block=block,
+        )
+        found = accounts(config, system or systems_with(assumptions), assumptions)
+        notes = [*report.preset_notes(preset), *report.layer_notes(assumptions)]
         if plots:
             figures.check(plots, PLOTS, force)
     measurements = measured.measure_here(found) if measure else ()
@@ -51,6 +64,12 @@ def memory(
         with user_errors():
             written = figures.save_all(drawn(config, found, assumptions), plots, force)
         print_plots(written)
+
+
+def _shared(width, gated):
+    if gated and width is None:
+        raise ValueError("--shared-gate is given, but there is no shared expert: give its width with --shared")
+    return None if width is None else Shared(width, gated)
 
 
 def drawn(config, accounts, assumptions) -> dict:

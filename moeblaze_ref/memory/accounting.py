@@ -21,9 +21,14 @@ from typing import Any, NamedTuple
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.backends.raw_cuda.tiles import DEFAULTS
 from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.core.config import ITEMSIZE, POLICIES, MoEConfig, even_counts
+from moeblaze_ref.core.config import POLICIES, MoEConfig, even_counts
+from moeblaze_ref.core.routers import Router, Shared, named
 from moeblaze_ref.core.units import GB
+from moeblaze_ref.memory import router_tensors
+from moeblaze_ref.memory.router_tensors import at_inputs, lives, of_inputs, of_router, of_x
 from moeblaze_ref.memory.rows import capacity_rows
+from moeblaze_ref.memory.tensors import Size as Size
+from moeblaze_ref.memory.tensors import Tensor as Tensor
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR, MAX, capacity_for, check_factor
 from moeblaze_ref.systems.layer import intermediates
 
@@ -43,68 +48,11 @@ SYSTEMS = {
     "moeblaze": "index structures in place of the routed-token buffer; the rest is kept by policy",
 }
 
+FROM_PAPERS = ("megablocks_published", "sonicmoe")  # of which no layer is here: they are as the paper has them
+CAPACITIES = ("capacity", "dynamic_capacity")
+
 # Every system with every policy that it has.
 VARIANTS = tuple((system, policy) for system in SYSTEMS for policy in (POLICIES if system == "moeblaze" else (None,)))
-
-_ITEMSIZE = ITEMSIZE | {"int32": 4, "int64": 8, "bool": 1}
-
-
-class Size(int):
-    """A number that remembers how it was written: ``Size("L", 5) * 4`` is 20, written ``L*4``."""
-
-    text: str
-
-    def __new__(cls, text: str, value: int) -> "Size":
-        """Return a number that is written so."""
-        size = super().__new__(cls, value)
-        size.text = text
-        return size
-
-    def __mul__(self, other: int) -> "Size":
-        return Size(f"{self.text}*{_text(other)}", int(self) * int(other))
-
-    def __add__(self, other: int) -> "Size":
-        return Size(f"({self.text} + {other})", int(self) + other)
-
-
-def _text(number: int) -> str:
-    return number.text if isinstance(number, Size) else str(number)
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One row of an account."""
-
-    name: str  #: the project's name of the tensor
-    dims: tuple[int, ...]  #: its shape; the first entry is a Size
-    dtype: str  #: "float64", "float32", "bfloat16", "float16", "int32", "int64" or "bool"
-    #: The tensor (it may be this one) whose birth is the last use, after which it is freed. None: it lives until the
-    #: backward.
-    until: str | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes as numbers."""
-        return tuple(map(int, self.dims))
-
-    @property
-    def _factors(self) -> tuple[int, ...]:
-        return (*self.dims, _ITEMSIZE[self.dtype])
-
-    @property
-    def formula(self) -> str:
-        """The bytes in the paper's symbols, such as ``L*k*d*2``; also valid Python."""
-        return "*".join(map(_text, self._factors))
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(map(int, self._factors))
-
-    @property
-    def kept(self) -> bool:
-        """True if the tensor is saved for backward."""
-        return self.until is None
 
 
 @dataclass(frozen=True)
@@ -114,7 +62,8 @@ class Assumptions:
     Raises
     ------
     TypeError, ValueError
-        If capacity_factor is neither a finite number above zero nor "max", or block is no integer of at least 1.
+        If capacity_factor is neither a finite number above zero nor "max", block is no integer of at least 1, no router
+        has this name, or shared is no Shared.
     """
 
     #: Routed rows of each expert (E entries that add up to L * k), which decide what is dropped and what is padded.
@@ -123,14 +72,18 @@ class Assumptions:
     #: Rows that `capacity` reserves for an expert, as a multiple of L * k / E, or "max", as `dynamic_capacity` does.
     #: Default: Switch Transformer's 1.25.
     capacity_factor: float | str = DEFAULT_FACTOR
-    #: Whether the chosen gates are divided by their sum, which costs the systems in plain torch, where autograd keeps
-    #: what it divides, two tensors.
-    renormalize: bool = False
+    #: How logits become gates, or a name in ``ROUTERS``. The layers compute each router but a plain softmax in torch,
+    #: and autograd keeps what it needs. Default: a softmax, not renormalised.
+    router: Router | str = Router()
+    shared: Shared | None = None  #: an expert that sees every token, in plain torch
     block: int = BLOCK  #: rows and columns of a block of `megablocks` and `megablocks_memory_optimized`
 
     def __post_init__(self):
         check_factor(self.capacity_factor)
         object.__setattr__(self, "block", sparse_contracts.check_block(self.block))  # frozen
+        object.__setattr__(self, "router", named(self.router))
+        if self.shared is not None:
+            checks.check_type("shared", self.shared, Shared)
 
 
 @dataclass(frozen=True)
@@ -185,6 +138,9 @@ class _Case:
         self.wide = "float64" if config.dtype == "float64" else "float32"  # of logits, probabilities and gates
         self.mixed = self.wide != self.dtype
         self.policy, self.assumptions = policy, assumptions
+        self.router, self.shared = named(assumptions.router), assumptions.shared
+        self.router.check_sizes(config.E, config.k)
+        self.more = router_tensors.symbols_of(self.router, self.shared)
         self.saved = () if policy is None else intermediates(policy, config.activation)
         if assumptions.counts is None:
             self.counts, self.routing = uniform_counts(config), "uniform routing"
@@ -214,8 +170,9 @@ def account(
     Raises
     ------
     ValueError
-        If a name is unknown (the message proposes the nearest), if a policy is missing or has no place, if the
-        counts do not fit the configuration, or if h is no multiple of the block size of a system that has one.
+        If a name is unknown (the message proposes the nearest), if a policy is missing or has no place, if counts or
+        router do not fit the configuration, if h is no multiple of the block size of a system that has one, or if the
+        system has no account with this router or shared expert (`obstacle` says why).
     TypeError
         If a count is not an integer.
     """
@@ -224,10 +181,37 @@ def account(
         checks.check_name("policy", policy, POLICIES)
     elif policy is not None:
         raise ValueError(f"policy is {policy!r}, but {system} has no save policies (only moeblaze has); pass None")
+    if reason := obstacle(system, assumptions):
+        raise ValueError(reason)
     case = _Case(config, policy, assumptions)
     draft = _BUILD[system](case)
-    symbols = {size.text: int(size) for size in (*case.symbols, *draft.symbols)}
-    return Account(config, system, policy, assumptions, symbols, tuple(draft.tensors), draft.notes)
+    symbols = {size.text: int(size) for size in (*case.symbols, *case.more.values(), *draft.symbols)}
+    tensors = draft.tensors if case.shared is None else _with_shared(case, system, draft.tensors)
+    return Account(config, system, policy, assumptions, symbols, tuple(tensors), draft.notes)
+
+
+def obstacle(system: str, assumptions: Assumptions) -> str:
+    """Why a system has no account under these assumptions; empty if it has one."""
+    router = named(assumptions.router)
+    if system in FROM_PAPERS and not router.plain:
+        return f"{system} is counted from its paper, whose router is a softmax: it has no account with another router"
+    if system in FROM_PAPERS and assumptions.shared:
+        return f"{system} is counted from its paper, which has no shared expert: it has no account with one"
+    if system in CAPACITIES and router.weighs != "output":
+        return f"{system} has gates at the outputs: it has no account with a router that weighs the {router.weighs}"
+    return ""
+
+
+def systems_with(assumptions: Assumptions) -> tuple[str, ...]:
+    """The systems that have an account under these assumptions."""
+    return tuple(system for system in SYSTEMS if not obstacle(system, assumptions))
+
+
+def _with_shared(s, system, tensors):
+    """The rows of a layer with a shared expert; the oracle holds its routing to the end."""
+    hidden = list(_intermediates(s, (s.L, s.more["s"]), a_until="y_swi"))
+    until = "out" if system == "conventional" else "routed_out"
+    return router_tensors.with_shared(s, tensors, hidden, until)
 
 
 def accounts(
@@ -281,8 +265,17 @@ def _y_in_parts(tensors, R, W):
 def megablocks_step_account(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Account:
     """The bytes of a whole step of `megablocks`: what `step_account` is for ``moeblaze``; raises as `account` does.
 
-    A kept tensor is freed where `megablocks.backward` frees it.
+    A kept tensor is freed where `megablocks.backward` frees it. The router's backward is that of the kernels.
+
+    Raises
+    ------
+    ValueError
+        Also with a router that the kernels do not compute, or with a shared expert.
     """
+    router = named(assumptions.router)
+    if not router.plain or assumptions.shared:
+        found = assumptions.shared if router.plain else router
+        raise ValueError(f"the backward is counted with a softmax router and no shared expert, but not with {found}")
     one, case = account(config, "megablocks", assumptions=assumptions), _Case(config, None, assumptions)
     T, W, S = (Size(name, one.symbols[name]) for name in "TWS")
     last = "d_b" if case.gated else "d_a"  # to be born of a, b and d_y_swi
@@ -359,19 +352,20 @@ def _conventional(s: _Case) -> _Draft:
     source, `weighted`, merely to know its shape.
     """
     tensors = [
-        Tensor("x", (s.L, s.d), s.dtype),
-        *_oracle_router(s),
+        of_x(s),
+        *of_router(s),
+        *(of_inputs(s) if at_inputs(s) else []),
         Tensor("sorted_experts", (s.R,), "int64", until="slot"),
-        Tensor("slot", (s.R,), "int64"),
+        Tensor("slot", (s.R,), "int64", until="y_of_slot" if at_inputs(s) else None),
         Tensor("token", (s.R,), "int64"),
         Tensor("lengths", (s.E,), "int64", until="lengths"),
         Tensor("routed_x", (s.R, s.d), s.dtype),
         *_per_expert(_intermediates(s, (s.R, s.h))),
-        *_per_expert([Tensor("y", (s.R, s.d), s.dtype)]),
+        *_per_expert([_y(s, "y_of_slot")]),
         *([Tensor("gate_rows_wide", (s.R, 1), s.wide, until="gate_rows")] if s.mixed else []),
         Tensor("gate_rows", (s.R, 1), s.dtype),
         Tensor("weighted", (s.R, s.d), s.dtype),
-        Tensor("zeros", (s.L, s.d), s.dtype, until="out"),
+        *_sum_of_rows(s),
         _out(s),
     ]
     return _Draft(tensors, notes=("conventional: `weighted` is kept only because torch's index_add saves its source",))
@@ -385,14 +379,15 @@ def _sequential(s: _Case) -> _Draft:
     leaves out what the expert at work holds besides.
     """
     tensors = [
-        Tensor("x", (s.L, s.d), s.dtype),
+        of_x(s),
         *_torch_router(s),
+        *(of_inputs(s) if at_inputs(s) else []),
         *([Tensor("gates_narrow", (s.L, s.k), s.dtype, until="gate_rows")] if s.mixed else []),
-        Tensor("zeros", (s.L, s.d), s.dtype, until="out"),
+        *_sum_of_rows(s),
         Tensor("token_and_choice", (s.R, 2), "int64"),
         Tensor("routed_x", (s.R, s.d), s.dtype),
         *_intermediates(s, (s.R, s.h), a_until="y"),
-        Tensor("y", (s.R, s.d), s.dtype),
+        _y(s, "weighted"),
         Tensor("gate_rows", (s.R, 1), s.dtype),
         Tensor("weighted", (s.R, s.d), s.dtype),
         _out(s),
@@ -402,29 +397,30 @@ def _sequential(s: _Case) -> _Draft:
     return _Draft(tensors, notes=(note,))
 
 
+def _y(s, last_use):
+    """The experts' outputs, which a product with gates of one does not save."""
+    return Tensor("y", (s.R, s.d), s.dtype, until=last_use if at_inputs(s) else None)
+
+
+def _sum_of_rows(s):
+    """What index_add starts from; where gates multiply inputs it adds nothing up, and its result is summed then."""
+    if not at_inputs(s):
+        return [Tensor("zeros", (s.L, s.d), s.dtype, until="out")]
+    return [Tensor("zeros", (s.R, s.d), s.dtype, until="y_of_slot"), _y_of_slot(s)]
+
+
+def _y_of_slot(s):
+    return Tensor("y_of_slot", (s.R, s.d), s.dtype, until="out")
+
+
 def _torch_router(s, *also_saved):
-    """The router's rows of a plain torch layer that also returns the losses: the z-loss saves the logits."""
-    return _lives(_oracle_router(s), ("logits", *also_saved), until=None)
+    """The router's rows of a layer that also returns the losses: the z-loss saves the logits."""
+    return lives(of_router(s), ("logits", *also_saved), until=None)
 
 
 def _loss_terms(s):
     """Tensors that autograd saves for the two losses."""
     return [Tensor("shares", (s.E,), s.wide), Tensor("logsumexp", (s.L,), s.wide)]
-
-
-def _oracle_router(s):
-    """Rows of oracle.route; what it returns, a Routing, holds logits and gates to the end of the layer."""
-    before_division = [Tensor("chosen_probs", (s.L, s.k), s.wide), Tensor("gate_sums", (s.L, 1), s.wide)]
-    return [
-        *([Tensor("logits_narrow", (s.L, s.E), s.dtype, until="gates")] if s.mixed else []),
-        Tensor("logits", (s.L, s.E), s.wide, until="out"),
-        Tensor("probs", (s.L, s.E), s.wide),
-        Tensor("sorted_logits", (s.L, s.E), s.wide, until="sorted_ids"),
-        Tensor("sorted_ids", (s.L, s.E), "int64", until="topk_experts"),
-        Tensor("topk_experts", (s.L, s.k), "int64"),
-        *(before_division if s.assumptions.renormalize else []),
-        Tensor("gates", (s.L, s.k), s.wide, until="out"),
-    ]
 
 
 def _per_expert(tensors):
@@ -452,13 +448,12 @@ def _intermediates(s: _Case, dims, a_until="out"):
 
 
 def _products(s, hidden, rows, y_swi_until=None, y_until=None):
-    """The results of the experts' products where no other is kept, and the layer's output."""
+    """The results of the experts' products where no other is kept."""
     yield Tensor("a", hidden, s.dtype)
     if s.gated:
         yield Tensor("b", hidden, s.dtype)
     yield Tensor("y_swi", hidden, s.dtype, until=y_swi_until)
     yield Tensor("y", (rows, s.d), s.dtype, until=y_until)
-    yield _out(s)
 
 
 def _out(s):
@@ -490,7 +485,7 @@ def _capacity(s: _Case, system: str = "capacity") -> _Draft:
     C = Size("C", capacity_for(s.counts, factor))
     dropped, padded = dropped_and_padded(s.counts, C)
     tensors = [
-        Tensor("x", (s.L, s.d), s.dtype),
+        of_x(s),
         *_torch_router(s, *([] if s.mixed else ["gates"])),
         Tensor("slots", (s.E, C), "int32", until="out"),
         Tensor("rows", (s.L, s.k), "int32", until="out"),
@@ -513,11 +508,6 @@ def _capacity(s: _Case, system: str = "capacity") -> _Draft:
         f"{s.R:,} routed rows are dropped, and {padded:,} rows are padding"
     )
     return _Draft(tensors, (C,), (note,))
-
-
-def _lives(tensors, names, until):
-    """The tensors, of which those with these names live otherwise than in the system that they are taken from."""
-    return [replace(tensor, until=until) if tensor.name in names else tensor for tensor in tensors]
 
 
 def _megablocks_published(s: _Case) -> _Draft:
@@ -545,9 +535,9 @@ def _megablocks_published(s: _Case) -> _Draft:
 
 def _published_routing(s, T, W):
     """x, the router as autograd keeps it, four tables of routing metadata, and the topology."""
+    softmax = [*_routed_input(s), Tensor("topk_experts", (s.R,), "int32", until="padded_bins")]
     return [
-        *_routed_input(s),
-        Tensor("topk_experts", (s.R,), "int32", until="padded_bins"),
+        *(softmax if s.router.plain else _router_before_kernels(s)),
         Tensor("row_order", (s.R,), "int32"),
         Tensor("row_experts", (s.R,), "int32"),
         Tensor("bins", (s.E,), "int32"),
@@ -567,6 +557,7 @@ def _megablocks_memory_optimized(s: _Case) -> _Draft:
         *_published_routing(s, T, W),
         Tensor("routed_x", (T * S, s.d), s.dtype),
         *_products(s, (T * W, S, S), T * S, y_swi_until="y"),
+        *_output_of_kernels(s),
     ]
     return _Draft(tensors, (T, W, S), (_blocks_note("megablocks_memory_optimized", s, T, W, S),))
 
@@ -594,15 +585,19 @@ def _megablocks(s: _Case) -> _Draft:
     autograd does without that of relu: of relu ours keeps more.
     """
     T, W, S = _blocks(s)
+    transient = ["expert_token_offsets", "expert_token_indices", "token_index_map"]
+    if not s.router.plain:
+        transient.append("token_expert_indices")  # which the kernels' router alone reads again
     tensors = [
-        *_routed_input(s, probs_until="gates"),
-        *_lives(_dispatch(s), ("expert_token_offsets", "expert_token_indices", "token_index_map"), until="out"),
+        *_router_before_kernels(s),
+        *lives(_dispatch(s), transient, until="out"),
         Tensor("padded_offsets", (s.E + 1,), "int32"),
         Tensor("slots", (T * S,), "int32"),
         Tensor("rows", (s.R,), "int32"),
         *_topology(s.E, T, W),
         Tensor("routed_x", (T * S, s.d), s.dtype),
         *_products(s, (T * W, S, S), T * S),
+        *_output_of_kernels(s),
     ]
     return _Draft(tensors, (T, W, S), (_blocks_note("megablocks", s, T, W, S),))
 
@@ -626,7 +621,7 @@ def _sonicmoe(s: _Case) -> _Draft:
     the probabilities are computed again; y is stored once, before it is summed per token.
     """
     products = _products(s, (s.R, s.h), s.R, y_swi_until="y", y_until="out")
-    tensors = [*_routed_input(s, probs_until="gates"), *_dispatch(s), *products]
+    tensors = [*_routed_input(s, probs_until="gates"), *_dispatch(s), *products, _out(s)]
     note = "sonicmoe: X and (A, B) are the paper's; that its metadata are as large as ours is our reading"
     return _Draft(tensors, notes=(note,))
 
@@ -639,14 +634,36 @@ def _moeblaze(s: _Case) -> _Draft:
     they are summed per token, as SonicMoE does it, and the backward recomputes the probabilities from x and the
     router, of which it keeps the choice and the gates only.
     """
-    tensors = [*_routed_input(s, probs_until="gates"), *_dispatch(s), *_by_policy(s), _out(s)]
-    notes = ["moeblaze: the backward recomputes the router's probabilities from x; choice and gates are kept"]
+    tensors = [*_router_before_kernels(s), *_dispatch(s), *_by_policy(s), *_output_of_kernels(s)]
+    notes = [f"moeblaze: {_note_of_router(s)}"]
     if s.saved == ("y_swi",):
         notes.append("moeblaze: of relu y_swi alone is kept: the slope is 1 where y_swi > 0, and relu(y_swi) is y_swi")
     (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R, s.d, s.h)
     if others and "y" not in s.saved:
         notes.append(f"moeblaze: y is counted whole; 7_persistent has {columns:,} of its {s.d:,} columns at one time")
     return _Draft(tensors, notes=tuple(notes))
+
+
+def _router_before_kernels(s):
+    """x and its routing. Kernels compute a plain softmax; torch computes others, and the experts' node saves gates."""
+    if s.router.plain:
+        return _routed_input(s, probs_until="gates")
+    x = Tensor("x", (s.L, s.d), s.dtype)
+    given = Tensor("topk_int32", (s.L, s.k), "int32", until="out")
+    if at_inputs(s):
+        return [x, *_torch_router(s), *of_inputs(s, until=None), given]
+    return [x, *_torch_router(s, "gates"), given]
+
+
+def _output_of_kernels(s):
+    """The output, and what the losses of a router in torch save."""
+    return [*([_y_of_slot(s)] if at_inputs(s) else []), _out(s), *([] if s.router.plain else _loss_terms(s))]
+
+
+def _note_of_router(s):
+    if s.router.plain:
+        return "the backward recomputes the router's probabilities from x; choice and gates are kept"
+    return "torch computes this router, so autograd keeps what its backward needs"
 
 
 def _dispatch(s):

@@ -44,7 +44,8 @@ def measured(one: Account, device: str = "cpu") -> Measured:
     config, dtype = one.config, getattr(torch, one.config.dtype)
     x = torch.randn(config.L, config.d, device=device, dtype=dtype, requires_grad=True)
     name, options = LAYERS[one.system]
-    make = system(name, renormalize=one.assumptions.renormalize, device=device, dtype=dtype, **options(one))
+    router, shared = one.assumptions.router, one.assumptions.shared
+    make = system(name, router=router, shared=shared, device=device, dtype=dtype, **options(one))
     layer = make(config.d, config.h, config.E, config.k, config.activation)
     if one.system == "conventional":  # keeps as much of any routing
         return Measured(one, measure.kept_bytes(layer, x), "")

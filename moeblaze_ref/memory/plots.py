@@ -24,6 +24,7 @@ from moeblaze_ref.memory.accounting import (
     Assumptions,
     account,
     largest_tokens,
+    systems_with,
 )
 
 # Okabe and Ito's eight, by their names, and a grey.
@@ -174,6 +175,7 @@ def bytes_against_tokens(config: MoEConfig, assumptions: Assumptions = Assumptio
     fitting = {  # the largest L of a system and policy in each GPU
         variant: [largest_tokens(config, *variant, capacity, uniform) for capacity in GPU_CAPACITIES.values()]
         for variant in VARIANTS
+        if variant[0] in systems_with(assumptions)
     }
     tokens = _token_range(config, [limit for limits in fitting.values() for limit in limits])
     ends = {}

@@ -10,13 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from moeblaze_ref.core.config import POLICIES, PRESETS, MoEConfig, preset
+from moeblaze_ref.core.routers import Router
 from moeblaze_ref.core.units import GB, GIB, unit_for
 from moeblaze_ref.memory.accounting import (
     GPU_CAPACITIES,
     SYSTEMS,
     Account,
+    Assumptions,
     account,
     largest_tokens,
+    obstacle,
     ratio,
 )
 from moeblaze_ref.memory.measured import Measured
@@ -167,6 +170,14 @@ def preset_notes(name: str) -> list[str]:
         If there is no such preset.
     """
     return [preset(name).note, *_PRINTED.get(name, list)()]
+
+
+def layer_notes(assumptions: Assumptions) -> list[str]:
+    """What the layer has besides a softmax router, and which systems have no account of it."""
+    found = [] if assumptions.router == Router() else [f"router: {assumptions.router}"]
+    if assumptions.shared:
+        found.append(f"shared expert: {assumptions.shared}")
+    return [*found, *filter(None, (obstacle(system, assumptions) for system in SYSTEMS))]
 
 
 def _both_units(number):

@@ -5,6 +5,7 @@ Import them from here; ``from moeblaze_ref import MoELayer`` is the short way to
 """
 
 from moeblaze_ref.nn import hf, oracle, routers
+from moeblaze_ref.nn.given_ids import check_given_ids
 from moeblaze_ref.nn.oracle import OracleMoE
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.systems import SYSTEMS, MoEFactory, system
@@ -32,6 +33,7 @@ __all__ = [
     "OracleMoE",
     "RoutedExperts",
     "SequentialMoE",
+    "check_given_ids",
     "experts",
     "graphed",
     "hf",

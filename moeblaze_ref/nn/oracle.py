@@ -100,8 +100,6 @@ def chosen_experts(
 class OracleMoE(RoutedExperts):
     """The oracle as a module, for models that train on plain torch."""
 
-    any_router = True
-
     def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> tuple[Tensor, Routing]:
         """Output (L, d) for x (L, d), and the routing that produced it; topk_experts (L, k) replays a choice."""
         routing = self.route(x, self.wg, topk_experts)

@@ -45,14 +45,12 @@ class RoutedExperts(nn.Module):
     Raises
     ------
     ValueError
-        If a size is below 1, k > E, the activation or router is unknown, the router does not fit the sizes, or the
-        layer does not compute it.
+        If a size is below 1, k > E, the activation or router is unknown, or the router does not fit the sizes.
     TypeError
         If a size is not an integer, or the dtype is not allowed.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()  #: what the layer computes in; empty: in any
-    any_router = False  #: whether it computes others than the softmax router
     selection_bias: Tensor | None
 
     def __init__(
@@ -92,15 +90,13 @@ class RoutedExperts(nn.Module):
         self.shared_expert = None if shared is None else SharedExpert(d, shared, activation, device, dtype)
 
     def _checked_router(self, router: Router | str | None, renormalize: bool, num_experts: int) -> Router:
-        """Return the router, if it fits the sizes and the layer computes it."""
+        """Return the router, if it fits the sizes."""
         if router is None:
             return Router(renormalize=renormalize)
         if renormalize:
             raise ValueError("renormalize is True, but a router is given: its own field renormalize decides")
         router = named(router)
         router.check_sizes(num_experts, self.k)
-        if not (router.plain or self.any_router):
-            raise ValueError(f"{type(self).__name__} computes the softmax router alone, but router is {router}")
         return router
 
     def route(self, x: Tensor, wg: Tensor, topk_experts: Tensor | None = None) -> Routing:
@@ -120,6 +116,15 @@ class RoutedExperts(nn.Module):
     def weights(self) -> Weights:
         """wg, w1, w2, w3."""
         return self.wg, self.w1, self.w2, self.w3
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What a forward reads, by the names of the state: `weights`, biases, and the shared expert's weights."""
+        names = ("wg", "w1", "w2", "w3", "logit_bias", "selection_bias")
+        found = {name: getattr(self, name) for name in names}
+        if (shared := self.shared_expert) is not None:
+            found |= {f"shared_expert.{name}": getattr(shared, name) for name in ("w1", "w2", "w3", "gate")}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""

@@ -16,6 +16,7 @@ from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core import checks, sparse_contracts
 from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import Array
+from moeblaze_ref.nn.torch_experts import ExpertOperands
 from moeblaze_ref.nn.torch_layer import KernelMoE
 from moeblaze_ref.nn.torch_node import Backward, Forward, System
 from moeblaze_ref.runtime.torch_bridge import Bridge
@@ -43,21 +44,58 @@ class MegaBlocks(NamedTuple):
         return Forward(out, balance, z, saved["token_expert_indices"].view(-1, k), saved)
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
-        x, arrays, wanted = given.x, given.arrays, given.wanted
+        x, wanted = given.x, given.wanted
         weights: MoEWeights = given.weights
-        kept = megablocks.Saved.of(arrays, self.k, self.block, self.activation)
-        chosen = arrays["token_expert_indices"].reshape(len(x), self.k)
-        arrays.clear()  # those of ``kept`` are freed piece by piece
+        chosen = given.arrays["token_expert_indices"].reshape(len(x), self.k)
         of_experts = wanted - {"d_wg"}
         if wanted & {"d_x", "d_wg"}:
             of_experts.add("d_gates")  # through which the router hears of the output
-        sparse = block_sparse.stages_for(given.d_out, self.block, bridge.executor, self.version)
-        experts = megablocks.backward(sparse, given.d_out, kept, *weights[1:], of_experts, given.last)
+        experts = _experts_backward(self, bridge, given, self.k, weights[1:], of_experts)
         stages, operands = raw_layer.stages_for(x, weights, bridge.executor), (x, weights.wg, chosen, self.renormalize)
         d_x, d_wg = layer.router_gradients(stages, experts.d_gates, *operands, wanted=wanted, **given.d_losses)
         if d_x is not None:
             d_x += experts.d_x
         return d_x, d_wg, experts.d_w1, experts.d_w2, experts.d_w3
+
+
+class MegaBlocksExperts(NamedTuple):
+    """MegaBlocks' experts as a `System`, for a routing and gates that are given."""
+
+    activation: str
+    block: int
+    version: str | None
+
+    def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands, topk_experts: Array | None) -> Forward:
+        weights, executor = operands[:3], bridge.executor
+        dispatch = raw_layer.stages_for(x, operands, executor).dispatch.build(topk_experts, operands.w1.shape[0])
+        sparse = block_sparse.stages_for(x, self.block, executor, self.version)
+        gates = operands.topk_weights
+        out, kept = megablocks.forward(sparse, x, *weights, dispatch, gates, self.activation, self.block)
+        saved = kept.tensors()
+        del saved["gates"]  # an operand
+        return Forward(bridge.tensor(out), None, None, None, bridge.by_name(saved))
+
+    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+        operands: ExpertOperands = given.weights
+        given.arrays["gates"] = gates = operands.topk_weights
+        of_experts = {"d_gates" if name == "d_topk_weights" else name for name in given.wanted}
+        found = _experts_backward(self, bridge, given, gates.shape[1], operands[:3], of_experts)
+        return found.d_x, found.d_w1, found.d_w2, found.d_w3, found.d_gates, None, None
+
+
+def _experts_backward(
+    system: MegaBlocks | MegaBlocksExperts,
+    bridge: Bridge,
+    given: Backward,
+    k: int,
+    weights: tuple[Array, Array | None, Array],
+    wanted: set[str],
+) -> megablocks.Gradients:
+    """The experts' gradients; what was kept is freed piece by piece if this backward is the last."""
+    kept = megablocks.Saved.of(given.arrays, k, system.block, system.activation)
+    given.arrays.clear()
+    sparse = block_sparse.stages_for(given.d_out, system.block, bridge.executor, system.version)
+    return megablocks.backward(sparse, given.d_out, kept, *weights, wanted, given.last)
 
 
 class BlockSparseMoE(KernelMoE):
@@ -66,7 +104,8 @@ class BlockSparseMoE(KernelMoE):
     Parameters
     ----------
     d, h, E, k, activation, renormalize, device, dtype, router, shared
-        As in `RoutedExperts`; the router is a softmax of all logits, and the dtype float32, bfloat16 or float16.
+        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16. Kernels compute the softmax router, plain
+        torch each other router and the shared expert.
     block : int
         Rows and columns of a block; it divides h.
     version : str, optional
@@ -105,6 +144,7 @@ class BlockSparseMoE(KernelMoE):
     """
 
     _kind = MegaBlocks
+    _kind_of_experts = MegaBlocksExperts
 
     def __init__(
         self,
@@ -129,6 +169,9 @@ class BlockSparseMoE(KernelMoE):
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
         return self._kind(self.k, self.activation, self.renormalize, self.block, self.version)
+
+    def _experts(self, x: Tensor, operands: ExpertOperands) -> System:
+        return self._kind_of_experts(self.activation, self.block, self.version)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""

@@ -54,7 +54,6 @@ class CapacityMoE(MoEModule):
     """
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    any_router = True
 
     def __init__(
         self,
@@ -93,7 +92,8 @@ class CapacityMoE(MoEModule):
     def _checked_router(self, router: Router | str | None, renormalize: bool, num_experts: int) -> Router:
         checked = super()._checked_router(router, renormalize, num_experts)
         if checked.weighs != "output":
-            raise ValueError(f"weighs is {checked.weighs!r}, but {type(self).__name__} takes 'output' alone")
+            kind = type(self).__name__
+            raise ValueError(f"weighs is {checked.weighs!r}, but {kind} takes 'output' alone, as GShard and Switch do")
         return checked
 
     def _rows_of_expert(self, topk_experts: Tensor, num_experts: int) -> int:

@@ -25,6 +25,7 @@ from moeblaze_ref.core.config import EXPERT_ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import torch_node, torch_operands
+from moeblaze_ref.nn.given_ids import local_ids
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.nn.torch_node import Backward, Forward, has_backward
 from moeblaze_ref.nn.torch_operands import DTYPES
@@ -35,7 +36,6 @@ from moeblaze_ref.systems import layer
 log = logging.getLogger(__name__)
 
 NAME = "moeblaze_ref.nn.experts"  # in messages
-IDS = (torch.int64, torch.int32)
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 SEPARATE = "separate"  # the layout of `MoELayer`
 
@@ -113,9 +113,13 @@ def experts(
 
     Notes
     -----
-    Works under autocast, `torch.utils.checkpoint` and FakeTensorMode as `MoELayer` does. The host waits for the device
-    to check the ids. The weights are never copied, but by autocast: one that is not contiguous, or begins at no
-    multiple of 16 bytes, is refused. Biases keep nothing: the sums that need them are made again.
+    Works under autocast, `torch.utils.checkpoint` and FakeTensorMode as `MoELayer` does. The weights are never copied,
+    but by autocast: one that is not contiguous, or begins at no multiple of 16 bytes, is refused. Biases keep nothing:
+    the sums that need them are made again.
+
+    On a CPU an id that is not allowed raises at once. On a GPU the host does not wait to check the ids, so a CUDA graph
+    can capture a step. A token with an id that is not allowed then gets no expert: its output and gradients are 0. The
+    next call raises if the GPU has found such a token by then. `check_given_ids` waits for the GPU and raises.
     """
     routing = topk_index, topk_weights
     arguments = x, gate_up, down, *routing, activation, policy, layout, version, first, gate_up_bias, down_bias
@@ -230,18 +234,14 @@ def _run(
     assert w1 is not None and w3 is not None  # as `_named` has found
     k = _check_routing_weights(topk_weights, x)
     checks.check_kernel_limits(w1.shape[0], k)
-    E = w1.shape[0]
-    if first is None:
-        routing = torch_operands.checked_routing("topk_index", topk_index, x, k, E, IDS)
-    else:
+    if first is not None:
         checks.check_int("first", first, at_least=0)
-        checks.check_routed_rows(topk_weights.shape[0], k)
-        routing = torch_operands.checked_part("topk_index", topk_index, x, k, first, E, IDS)
+    routing = local_ids(topk_index, x, k, w1.shape[0], first)
     in_place = [bias if bias is None else torch_operands.aligned(bias.contiguous()) for bias in cast_biases]
     operands = ExpertOperands(w1, w2, w3, topk_weights.contiguous(), *in_place)
     rows = torch_operands.aligned(torch_operands.rows_of(tokens))
     policy = policy if has_backward(rows, operands) else "inputs"
-    system = RoutedByCaller(activation, policy, layout, version, first is not None)
+    system = RoutedByCaller(activation, policy, layout, version, partial=True)
     outputs, executor = torch_node.run(system, NAME, rows, operands, routing)
     log.debug("%s runs on %s", NAME, executor)
     return outputs[0].reshape(x.shape)
@@ -261,7 +261,7 @@ class RoutedByCaller(NamedTuple):
         stages = self._stages(x, operands, bridge.executor, _biases(operands))
         E = operands.w1.shape[0]
         build = functools.partial(build_open, executor=bridge.executor) if self.partial else stages.dispatch.build
-        dispatch = build(bridge.executor.cast(topk_experts, "int32"), E)
+        dispatch = build(topk_experts, E)
         gates = bridge.executor.cast(operands.topk_weights, "float32")
         out, kept = layer.run_experts(stages, x, operands, dispatch, gates, self.activation, self.policy)
         return Forward(bridge.tensor(out), None, None, None, bridge.by_name(dispatch.arrays() | kept))

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.nn.routed_experts import Weights
 from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
 from moeblaze_ref.nn.torch_transforms import (
     check_backward,
@@ -19,7 +19,6 @@ from moeblaze_ref.nn.torch_transforms import (
     transforms_active,
 )
 from moeblaze_ref.runtime.torch_capture import capture
-from moeblaze_ref.systems.layer import MoEWeights
 
 WARM_UP = 3  # steps before the captures: they compile the kernels, and cuBLAS takes its workspace
 
@@ -43,8 +42,7 @@ def graphed(layer: MoELayer, x: Tensor) -> MoELayer:
     Raises
     ------
     ValueError, TypeError
-        If the layer or x is not as above, has another router than the softmax or a shared expert, or as the layer
-        raises.
+        If the layer or x is not as above, or as the layer raises.
     RuntimeError
         If a capture fails. The layer then launches its kernels as before.
 
@@ -58,8 +56,6 @@ def graphed(layer: MoELayer, x: Tensor) -> MoELayer:
     """
     if not isinstance(layer, MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}, but only a MoELayer can be graphed")
-    if not layer.router.plain or layer.shared_expert is not None:
-        raise ValueError("a layer with another router than a softmax, or with a shared expert, cannot be graphed")
     checks.check_type("x", x, Tensor)
     if x.device.type != "cuda":
         raise ValueError(f"x is on {x.device}, but CUDA graphs need a CUDA device")
@@ -83,9 +79,9 @@ class LayerGraphs:
     def __init__(self, layer: MoELayer, x: Tensor):
         self.training = layer.training
         self._x = x.detach().clone().requires_grad_(x.requires_grad)  # each input is copied over it
-        self._parameters = MoEWeights(*layer.weights)
+        self._tensors = layer.tensors
         # The same memory under other tensors: to autograd the parameters may belong to the stream of an earlier step.
-        self._weights = MoEWeights(*map(_alias, layer.weights))
+        self._aliases = {name: _alias(tensor) for name, tensor in self._tensors.items()}
         self._turn = 0  # of the last forward or backward, each of which overwrites what the one before left
         self._forward_graph, self._backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.device(x.device), torch.enable_grad():
@@ -97,41 +93,56 @@ class LayerGraphs:
             for _ in range(WARM_UP):
                 self._warm_up(layer)
         with capture(self._forward_graph, pool, stream):
-            result = layer.launch(self._x, self._weights)
+            result = self._launch(layer)
         self._outputs = [output.detach() for output in result]
         with capture(self._backward_graph, pool, stream) if result.out.requires_grad else nullcontext():
             self._gradients = self._differentiate(result[:3])
 
     def _warm_up(self, layer: MoELayer) -> None:
         """Run a step, and make the gradients of its outputs, which the backward reads."""
-        *outputs, _ = layer.launch(self._x, self._weights)
+        *outputs, _ = self._launch(layer)
         self._d_outputs = [torch.ones_like(output) for output in outputs]
         self._differentiate(outputs)
 
+    def _launch(self, layer: MoELayer) -> MoEOutput:
+        """Run the layer's kernels on ``_x``, over the aliases."""
+        aliases = {f"layer.{name}": alias for name, alias in self._aliases.items()}
+        output: MoEOutput = functional_call(_Launch(layer), aliases, (self._x,))
+        return output
+
     def _differentiate(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of x and of the weights, from ``_d_outputs``; None for what needs none."""
-        needed = [tensor is not None and tensor.requires_grad for tensor in (self._x, *self._weights)]
-        leaves = [tensor for tensor, need in zip((self._x, *self._weights), needed, strict=True) if need]
-        gradients = iter(torch.autograd.grad(outputs, leaves, self._d_outputs) if leaves else ())
-        return [next(gradients) if need else None for need in needed]
+        """Gradients of x and of the layer's tensors, from ``_d_outputs``; None for what needs none."""
+        tensors = self._x, *self._aliases.values()
+        leaves = [tensor for tensor in tensors if tensor.requires_grad]
+        # The losses of a router in torch need no gradient if neither x nor the router does.
+        pairs = [pair for pair in zip(outputs, self._d_outputs, strict=True) if pair[0].requires_grad]
+        needing, d_outputs = zip(*pairs, strict=True) if pairs else ((), ())
+        gradients = iter(torch.autograd.grad(needing, leaves, d_outputs) if leaves else ())
+        return [next(gradients) if tensor.requires_grad else None for tensor in tensors]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the layer, and one from a file, has none
 
-    def __call__(self, x: Tensor, weights: Weights) -> MoEOutput:
+    def __call__(self, x: Tensor, tensors: dict[str, Tensor]) -> MoEOutput:
         """The layer's output for x, by replay.
+
+        Parameters
+        ----------
+        x : Tensor (..., d)
+        tensors : dict of str to Tensor
+            The layer's, as `RoutedExperts.tensors` names them.
 
         Raises
         ------
         ValueError, TypeError, RuntimeError
-            If x or the weights are not those that the graphs were captured for.
+            If x or the tensors are not those that the graphs were captured for.
         """
         checks.check_type("x", x, Tensor)
         if transforms_active() or tracing():
             refuse_transform(MoELayer.__name__)
         self._check_x(x)
-        self._check_weights(weights)
-        outputs = _Replay.apply(self, x, *weights)  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._check_tensors(tensors)
+        outputs = _Replay.apply(self, x, *tensors.values())  # type: ignore[no-untyped-call]  # torch has no types for it
         return MoEOutput(*outputs)
 
     def _check_x(self, x: Tensor) -> None:
@@ -141,15 +152,13 @@ class LayerGraphs:
                 raise ValueError(f"x has {what} {_said(found)}, but the layer was graphed for {_said(expected)}")
         self._check_needs("x", x, self._gradients[0])
 
-    def _check_weights(self, weights: Weights) -> None:
-        for name, weight, alias, gradient in zip(
-            MoEWeights._fields, weights, self._weights, self._gradients[1:], strict=True
-        ):
-            if weight is None:
-                continue
-            if weight.data_ptr() != alias.data_ptr():
+    def _check_tensors(self, tensors: dict[str, Tensor]) -> None:
+        if changed := sorted(tensors.keys() ^ self._aliases.keys()):
+            raise RuntimeError(f"{changed[0]} has come or gone since the layer was graphed: graph the layer again")
+        for (name, tensor), gradient in zip(tensors.items(), self._gradients[1:], strict=True):
+            if tensor.data_ptr() != self._aliases[name].data_ptr():
                 raise RuntimeError(f"{name} has moved since the layer was graphed: graph the layer again")
-            self._check_needs(name, weight, gradient)
+            self._check_needs(name, tensor, gradient)
 
     def _check_needs(self, name: str, tensor: Tensor, gradient: Tensor | None) -> None:
         if gradient is None and tensor.requires_grad and torch.is_grad_enabled():
@@ -163,7 +172,7 @@ class LayerGraphs:
         return self._turn, [output.detach() for output in self._outputs]
 
     def backward(self, turn: int, d_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward of the forward of this turn. Returns the gradients of x and of the weights.
+        """Replay the backward of the forward of this turn. Returns the gradients of x and of the layer's tensors.
 
         Raises
         ------
@@ -183,16 +192,28 @@ class LayerGraphs:
 
     def _check_grads(self) -> None:
         """No weight's ``.grad`` is what the backward writes, as it is after a backward that found none."""
-        for name, weight, gradient in zip(MoEWeights._fields, self._parameters, self._gradients[1:], strict=True):
-            if gradient is not None and weight.grad is not None and weight.grad.data_ptr() == gradient.data_ptr():
+        for (name, tensor), gradient in zip(self._tensors.items(), self._gradients[1:], strict=True):
+            if gradient is not None and tensor.grad is not None and tensor.grad.data_ptr() == gradient.data_ptr():
                 raise RuntimeError(
                     f"{name}.grad is memory that this backward overwrites: call zero_grad before each backward of a "
                     f"graphed layer, or, to add gradients up, set each .grad to zeros of its own before the first"
                 )
 
 
-def _alias(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.detach().requires_grad_(weight.requires_grad)
+class _Launch(nn.Module):
+    """The layer's kernels as a module, whose tensors `functional_call` replaces: no hook and no graph of the layer."""
+
+    def __init__(self, layer: MoELayer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> MoEOutput:
+        """`MoELayer.launch` over the tensors that the layer has now."""
+        return self.layer.launch(x, self.layer.weights)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _said(value: Any) -> str:
@@ -209,7 +230,7 @@ class _Replay(torch.autograd.Function):
     """The two graphs as one node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: LayerGraphs, x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graphs: LayerGraphs, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.graphs = graphs
         ctx.turn, outputs = graphs.forward(x)
         ctx.mark_non_differentiable(outputs[-1])

@@ -126,7 +126,17 @@ class KernelMoE(MoEModule):
         checks.check_kernel_limits(sizes["E"], sizes["k"])
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
-        return MoEOutput(*self._on_kernels(self._system(x, weights), x, weights, topk_experts))
+        if self.router.plain:
+            return MoEOutput(*self._on_kernels(self._system(x, weights), x, weights, topk_experts))
+        routing = self.route(x, weights.wg, topk_experts)
+
+        def run(rows: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+            operands = ExpertOperands(*weights[1:], gates)
+            return self._on_kernels(self._experts(rows, operands), rows, operands, chosen.int())[0]
+
+        out = routers.weighed(x, routing, self.router, run)
+        loads = routers.loads_of(routing.topk_experts, weights.wg.shape[1])
+        return MoEOutput(out, *routers.router_losses(routing, loads), routing.topk_experts.int())
 
     def _on_kernels(
         self, system: System, x: Tensor, operands: torch_node.Operands, topk_experts: Tensor | None
@@ -140,7 +150,11 @@ class KernelMoE(MoEModule):
         return outputs
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
-        """Return the system that runs x."""
+        """Return the system that routes x by a softmax and runs it."""
+        raise NotImplementedError
+
+    def _experts(self, x: Tensor, operands: ExpertOperands) -> System:
+        """Return the system that runs x by a routing and gates that are given."""
         raise NotImplementedError
 
 
@@ -184,8 +198,6 @@ class MoELayer(KernelMoE):
     MoEBlaze, sections 3 and 5.
     """
 
-    any_router = True
-
     def __init__(
         self,
         d: int,
@@ -213,28 +225,17 @@ class MoELayer(KernelMoE):
             return self.launch(x, self.weights, topk_experts)
         if topk_experts is not None or _tapes.get() or _replay.get() is not None:
             raise ValueError("a graphed layer chooses the experts itself: it takes no topk_experts and no keep_routing")
-        return self.graphs(x, self.weights)
-
-    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
-        if self.router.plain:
-            return super()._run(x, weights, topk_experts)
-        routing = self.route(x, weights.wg, topk_experts)
-
-        def run(rows: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
-            operands = ExpertOperands(*weights[1:], gates)
-            policy = self._policy_for(rows, operands)
-            system = RoutedByCaller(self.activation, policy, SEPARATE, self.version, partial=False)
-            return self._on_kernels(system, rows, operands, chosen.int())[0]
-
-        out = routers.weighed(x, routing, self.router, run)
-        loads = routers.loads_of(routing.topk_experts, weights.wg.shape[1])
-        return MoEOutput(out, *routers.router_losses(routing, loads), routing.topk_experts.int())
+        return self.graphs(x, self.tensors)
 
     def _policy_for(self, x: Tensor, operands: torch_node.Operands) -> str:
         return self.policy if has_backward(x, operands) else "inputs"
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
         return _MoEBlaze(self.k, self.activation, self._policy_for(x, weights), self.renormalize, self.version)
+
+    def _experts(self, x: Tensor, operands: ExpertOperands) -> System:
+        policy = self._policy_for(x, operands)
+        return RoutedByCaller(self.activation, policy, SEPARATE, self.version, partial=False)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""

@@ -10,24 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeblaze_ref.core.structures import EMPTY, Array
-from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE, MegaBlocks
+from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE, MegaBlocks, MegaBlocksExperts
+from moeblaze_ref.nn.torch_experts import ExpertOperands
 from moeblaze_ref.nn.torch_node import Backward, Forward
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems.layer import MoEWeights
 
 
-def _tables(x: Tensor, wg: Tensor, experts: Tensor, padded_rows: Tensor, padded_offsets: Tensor) -> dict[str, Tensor]:
-    """Return the published system's tables of the routing, and the probabilities."""
+def _tables(experts: Tensor, padded_rows: Tensor, padded_offsets: Tensor) -> dict[str, Tensor]:
+    """Return the published system's tables of the routing, from the chosen experts (R,) and the bins."""
     row_order = padded_rows.argsort()  # (R,) slots in expert order
     row_experts = experts[row_order]
-    ids = torch.arange(wg.shape[1], dtype=torch.int32, device=x.device)
+    ids = torch.arange(len(padded_offsets) - 1, dtype=torch.int32, device=experts.device)
     return {
         "row_order": row_order.int(),
         "row_experts": row_experts,
         "bins": torch.searchsorted(row_experts, ids, right=True, out_int32=True),  # the end of each expert's rows
         "padded_bins": padded_offsets[1:].clone(),  # a view would keep the whole
-        # Autograd saves the probabilities for softmax. Our backward computes them again, and does not read these.
-        "probs": torch.softmax((x @ wg).float(), dim=-1),
     }
 
 
@@ -47,23 +46,47 @@ def _bins(row_order: Tensor, row_experts: Tensor, ends: Tensor, padded_ends: Ten
     }
 
 
+def _keep_tables(saved: dict[str, Tensor], experts: Tensor) -> None:
+    """Put the tables in the place of the bins, and keep no y_swi."""
+    bins = [saved.pop(name) for name in ("rows", "padded_offsets")]
+    del saved["slots"], saved["y_swi"]
+    saved |= _tables(experts, *bins)
+
+
+def _restore_bins(bridge: Bridge, arrays: dict[str, Array]) -> None:
+    """Make the choice and the bins again, in the place of the tables."""
+    tables = [arrays.pop(name) for name in ("row_order", "row_experts", "bins", "padded_bins")]
+    row_order, row_experts, ends, padded_ends = bridge.tensors(tables)
+    bins = _bins(row_order, row_experts, ends, padded_ends, rows=len(arrays["x_rows"]))
+    arrays.update(zip(bins, bridge.arrays(bins.values()), strict=True))
+
+
 class _MemoryOptimized(MegaBlocks):
     """`MegaBlocks` that saves the tables in place of the bins, and no y_swi."""
 
     def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
         result = super().forward(bridge, x, weights, topk_experts)
-        saved = result.saved
-        routing = [saved.pop(name) for name in ("token_expert_indices", "rows", "padded_offsets")]
-        del saved["slots"], saved["y_swi"]
-        saved |= _tables(*bridge.tensors([x, weights.wg]), *routing)
+        _keep_tables(result.saved, result.saved.pop("token_expert_indices"))
+        tokens, wg = bridge.tensors([x, weights.wg])
+        # Autograd saves the probabilities for softmax. Our backward computes them again, and does not read these.
+        result.saved["probs"] = torch.softmax((tokens @ wg).float(), dim=-1)
         return result
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
-        arrays = given.arrays
-        tables = [arrays.pop(name) for name in ("row_order", "row_experts", "bins", "padded_bins")]
-        row_order, row_experts, ends, padded_ends = bridge.tensors(tables)
-        bins = _bins(row_order, row_experts, ends, padded_ends, rows=len(arrays["x_rows"]))
-        arrays.update(zip(bins, bridge.arrays(bins.values()), strict=True))
+        _restore_bins(bridge, given.arrays)
+        return super().backward(bridge, given)
+
+
+class _MemoryOptimizedExperts(MegaBlocksExperts):
+    """The same for a routing and gates that are given."""
+
+    def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands, topk_experts: Array | None) -> Forward:
+        result = super().forward(bridge, x, operands, topk_experts)
+        _keep_tables(result.saved, bridge.tensor(topk_experts).flatten())
+        return result
+
+    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+        _restore_bins(bridge, given.arrays)
         return super().backward(bridge, given)
 
 
@@ -83,3 +106,4 @@ class MemoryOptimizedMoE(BlockSparseMoE):
     """
 
     _kind = _MemoryOptimized
+    _kind_of_experts = _MemoryOptimizedExperts

@@ -8,7 +8,6 @@ from torch import Tensor
 from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import address_of, has_values
-from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
 
@@ -79,18 +78,6 @@ def checked_routing(
     if has_values(x):
         checks.check_choice(name, experts.cpu().numpy(), num_experts)
     return experts.contiguous()
-
-
-def checked_part(
-    name: str, experts: Tensor, x: Tensor, k: int, first: int, num_experts: int, dtypes: tuple[torch.dtype, ...]
-) -> Tensor:
-    """The same where only the experts from ``first`` on are here: as int32 from 0 on, ``EMPTY`` for all others."""
-    check_routing_tensor(name, experts, x, k, dtypes)
-    here = (experts >= first) & (experts < first + num_experts)
-    part = torch.where(here, experts - first, EMPTY).to(torch.int32).contiguous()
-    if has_values(x):
-        checks.check_distinct_rows(name, part.cpu().numpy())
-    return part
 
 
 def check_routing_tensor(name: str, experts: Tensor, x: Tensor, k: int, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -27,8 +27,6 @@ class SequentialMoE(MoEModule):
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    any_router = True
-
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         routing = self.route(x, weights.wg, topk_experts)
 

@@ -111,6 +111,10 @@ def test_check_records_where_it_ran(tmp_path):
         (("memory", "--tokens", "-1"), "L is -1, but it must be >= 0"),
         (("memory", "--tokens", 2**31), "R = L * k = 2147483648 * 4"),
         (("memory", "--capacity-factor", "0"), "capacity_factor is 0.0, but it must be above 0"),
+        (("memory", "--router", "mixtrall"), "unknown router 'mixtrall'. Did you mean 'mixtral'?"),
+        (("memory", "--router", "llama4", "--system", "sonicmoe"), "sonicmoe is counted from its paper"),
+        (("memory", "--shared", "0"), "width is 0, but it must be >= 1"),
+        (("memory", "--shared-gate"), "--shared-gate is given, but there is no shared expert"),
     ],
 )
 def test_wrong_names_and_sizes_are_named_with_status_2(arguments, message):
@@ -148,6 +152,20 @@ def test_memory_takes_tokens_and_systems():
     assert report["tokens"] == 1000 and {system["system"] for system in report["systems"]} == {"moeblaze"}
     x = report["systems"][0]["tensors"][0]
     assert (x["name"], x["bytes"]) == ("x", 1000 * preset("conf1").config.d * 2)
+
+
+def test_memory_takes_a_router_and_a_shared_expert():
+    plain, other = (
+        json.loads(moeblaze("memory", "--preset", "conf3", "--json", *more).stdout)
+        for more in ((), ("--router", "deepseek_v2", "--shared", 256, "--shared-gate"))
+    )
+    assert {one["system"] for one in plain["systems"]} - {one["system"] for one in other["systems"]} == {
+        "megablocks_published", "sonicmoe"
+    }  # fmt: skip
+    names = {tensor["name"] for tensor in other["systems"][-1]["tensors"]}
+    assert {"x_wide", "unscaled_gates", "shared_a", "shared_gate", "routed_out"} <= names
+    assert other["systems"][-1]["kept_bytes"] > plain["systems"][-1]["kept_bytes"]
+    assert any("shared expert: Shared(width=256, gated=True)" in note for note in other["notes"])
 
 
 def test_memory_measures_what_runs_here():

@@ -10,6 +10,7 @@ from torch_layers import all_equal, eager_collector, step
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.core.routers import ROUTERS, Shared
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.runtime.torch_capture import capture, without_collector
 from moeblaze_ref.systems import layer as layer_system
@@ -70,6 +71,20 @@ def test_a_graphed_layer_is_right_though_old_graphs_become_garbage_in_its_captur
     gc.collect()
     assert not any(graph() for graph in dropper.dropped)
     assert all_equal(step(replayed, x), expected)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_and_a_shared_expert_are_replayed_with_the_same_bits(router):
+    options = {"router": router, "shared": Shared(64, gated=True), "E": 16}
+    layer, x = make_layer(**options), make_x()
+    expected = step(layer, x)
+    assert all_equal(step(graphed(make_layer(**options), make_x(2)), x), expected)
+
+
+def test_a_replay_chooses_by_the_selection_bias_of_now():
+    layer = graphed(make_layer(router="lfm2_moe", E=16), make_x(2))
+    layer.selection_bias[5] = 100.0
+    assert (layer(make_x()).topk_experts == 5).any(dim=1).all()
 
 
 def test_a_whole_step_is_captured_though_old_graphs_become_garbage_in_it(monkeypatch):

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeblaze_ref.backends.numpy_ref import layer
 from moeblaze_ref.core.config import ACTIVATIONS, ITEMSIZE, POLICIES, PRESETS, MoEConfig, is_gated, preset
+from moeblaze_ref.core.routers import Router
 from moeblaze_ref.core.structures import STRUCTURES
 from moeblaze_ref.core.units import GB, GIB, KIB, MIB, UNITS, unit_for
 from moeblaze_ref.memory import measure, plots, report
@@ -365,7 +366,7 @@ def found_storages(module, *arguments):
 
 def check_against_autograd(config, renormalize):
     """Every kept storage, the sum and the peak, to the byte."""
-    expected = account(config, "conventional", assumptions=Assumptions(renormalize=renormalize))
+    expected = account(config, "conventional", assumptions=Assumptions(router=Router(renormalize=renormalize)))
     module, x = oracle(config, renormalize)
     assert found_storages(module, x) == expected_storages(expected)
     assert measure.kept_bytes(module, x) == expected.kept_bytes
@@ -392,7 +393,8 @@ def test_conventional_is_what_autograd_keeps_of_odd_shapes(shape, activation):
 def test_capacity_is_what_autograd_keeps(activation, dtype, renormalize, factor):
     for shape in ((0, *ODD[1:]), (1, *ODD[1:]), ODD):
         config = MoEConfig(*shape, activation, dtype)
-        one = account(config, "capacity", assumptions=Assumptions(capacity_factor=factor, renormalize=renormalize))
+        assumptions = Assumptions(capacity_factor=factor, router=Router(renormalize=renormalize))
+        one = account(config, "capacity", assumptions=assumptions)
         sizes = (config.d, config.h, config.E, config.k, activation, renormalize)
         layer = CapacityMoE(*sizes, capacity_factor=factor, dtype=getattr(torch, dtype))
         assert found_storages(layer, input_of(config)) == expected_storages(one)

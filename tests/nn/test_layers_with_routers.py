@@ -9,12 +9,12 @@ from transformers_routers import ROUTERS_OF, THEIRS, D, E, K, Theirs
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.routers import FAMILIES, ROUTERS, Router, Shared
-from moeblaze_ref.nn import SYSTEMS, MoELayer, OracleMoE, graphed, keep_routing, systems
+from moeblaze_ref.nn import SYSTEMS, MoELayer, OracleMoE, keep_routing, systems
 from moeblaze_ref.verify.cases import relative_error
 
 H, L = 8, 40
 BLOCKS = [family for family in ROUTERS if family != "gpt_oss"]  # whose experts have biases
-ROUTED = ["oracle", "sequential", "dynamic_capacity", "moeblaze"]  # the systems that compute any router
+ROUTED = [name for name in SYSTEMS if name != "capacity"]  # which drops rows
 QWEN2 = Theirs(
     "qwen2_moe",
     "Qwen2Moe",
@@ -36,10 +36,11 @@ def shared_of(block):
     return theirs, None if theirs is None else Shared(theirs.up_proj.weight.shape[0], gated)
 
 
-def with_weights_of(block, make, router):
-    """A layer with the weights of a block of transformers."""
+def with_weights_of(block, system, router):
+    """A layer of a system with the weights of a block of transformers."""
     theirs, shared = shared_of(block)
-    layer = make(D, H, E, K, "swiglu", router=router, shared=shared)
+    blocks = {"block": H} if "megablocks" in system else {}
+    layer = systems.system(system, router=router, shared=shared, **blocks)(D, H, E, K, "swiglu")
     layer.load_state_dict({name: tensor.detach() for name, tensor in state_of(block, theirs, layer).items()})
     return layer
 
@@ -88,7 +89,7 @@ def errors(block, layer):
 )
 def test_output_and_gradients_are_those_of_transformers(family, system):
     block = THEIRS[family].made("block")
-    layer = with_weights_of(block, SYSTEMS[system], ROUTERS_OF[family])
+    layer = with_weights_of(block, system, ROUTERS_OF[family])
     found = errors(block, layer)
     assert len(found) == (6 if FAMILIES[family].shared == "none" else 9)
     assert max(found.values()) < 1e-5, found
@@ -97,7 +98,7 @@ def test_output_and_gradients_are_those_of_transformers(family, system):
 @pytest.mark.parametrize("system", ROUTED)
 def test_a_shared_expert_behind_a_sigmoid_is_that_of_qwen2(system):
     block = QWEN2.made("block")
-    layer = with_weights_of(block, SYSTEMS[system], Router())
+    layer = with_weights_of(block, system, Router())
     assert layer.shared_expert.gate is not None
     found = errors(block, layer)
     assert len(found) == 10 and max(found.values()) < 1e-5, found
@@ -106,7 +107,7 @@ def test_a_shared_expert_behind_a_sigmoid_is_that_of_qwen2(system):
 @pytest.mark.parametrize("wrong", ["ungated", "no shared expert"])
 def test_another_shared_expert_is_found(wrong):
     block = QWEN2.made("block")
-    layer = with_weights_of(block, OracleMoE, Router())
+    layer = with_weights_of(block, "oracle", Router())
     if wrong == "ungated":
         layer.shared_expert.gate = None
     else:
@@ -115,12 +116,12 @@ def test_another_shared_expert_is_found(wrong):
 
 
 @pytest.mark.parametrize("family", ["llama4", "deepseek_v3"])
-@pytest.mark.parametrize("system", ["oracle", "sequential", "moeblaze"])
+@pytest.mark.parametrize("system", [name for name in ROUTED if "capacity" not in name])
 def test_where_the_gate_multiplies_matters(family, system):
     block = THEIRS[family].made("block")
     router = ROUTERS_OF[family]
     other = replace(router, weighs="output" if router.weighs == "input" else "input")
-    assert errors(block, with_weights_of(block, SYSTEMS[system], other))["out"] > 1e-2
+    assert errors(block, with_weights_of(block, system, other))["out"] > 1e-2
 
 
 # ---- our layer ------------------------------------------------------------------------------
@@ -244,18 +245,11 @@ def test_print_shows_the_router_that_is_not_plain():
         ("oracle", {"router": "olmoe", "renormalize": True}, "renormalize is True, but a router is given"),
         ("oracle", {"router": Router(groups=3)}, "groups is 3, but it must divide the 16 experts"),
         ("capacity", {"router": "llama4"}, "weighs is 'input', but CapacityMoE takes 'output' alone"),
-        ("megablocks", {"router": "lfm2_moe", "block": 8}, "BlockSparseMoE computes the softmax router alone"),
     ],
 )
 def test_what_a_layer_does_not_compute_is_named(system, options, message):
     with pytest.raises(ValueError, match=message):
         SYSTEMS[system](D, H, E, K, "swiglu", **options)
-
-
-@pytest.mark.parametrize("options", [{"router": "lfm2_moe"}, {"shared": Shared(8)}], ids=str)
-def test_what_cannot_be_graphed_is_refused(options):
-    with pytest.raises(ValueError, match="another router than a softmax, or with a shared expert, cannot be graphed"):
-        graphed(MoELayer(D, H, E, K, **options), torch.randn(L, D))
 
 
 def test_a_shared_expert_needs_a_width():

@@ -12,6 +12,7 @@ from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.bench import timed_systems
 from moeblaze_ref.core.config import ACTIVATIONS, PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.core.routers import Router
 from moeblaze_ref.memory import measure, waste
 from moeblaze_ref.memory.accounting import Assumptions, account
 from moeblaze_ref.memory.measured import measured
@@ -107,7 +108,7 @@ def test_plain_torch_keeps_what_its_account_says(activation, dtype, renormalize)
         for system in ("sequential", "dynamic_capacity"):
             counts = make_case(tokens, 16, 24, 5, 2, "zipf").topk_experts.ravel()
             routing = np.bincount(counts, minlength=5).tolist()
-            one = account(config, system, assumptions=Assumptions(routing, renormalize=renormalize))
+            one = account(config, system, assumptions=Assumptions(routing, router=Router(renormalize=renormalize)))
             assert measured(one).kept_bytes == one.kept_bytes
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_layers import all_equal, eager_collector, make_layer, make_x
 
 from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.core.routers import ROUTERS, Shared
 from moeblaze_ref.nn import torch_graphs
 from moeblaze_ref.nn.systems import SYSTEMS
 from moeblaze_ref.nn.torch_graphs import LayerGraphs, graphed
@@ -270,6 +271,64 @@ def test_a_compiled_model_replays_it(cuda):
     model = torch.compile(lambda x: 2 * layer(x).out, backend="eager")
     assert torch.equal(model(x), 2 * make_layer()(x).out)
     assert layer.graphs._forward_graph.replays == 1
+
+
+# Routers of today and shared experts: torch computes them in the same graphs
+
+ROUTED = {"router": "deepseek_v3", "shared": Shared(10, gated=True), "E": 16}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_and_a_shared_expert_are_replayed_with_the_same_bits(router, cuda):
+    options = ROUTED | {"router": router}
+    layer, plain, x = make_graphed(**options), make_layer(**options), make_x()
+    found, expected = step(layer, x), step(plain, x)
+    assert len(found) == 5 + len([*plain.parameters()]) and all_equal(found, expected)
+    assert layer.graphs._forward_graph.replays == layer.graphs._backward_graph.replays == 1
+
+
+@pytest.mark.parametrize("trained", ["w3", "wg", "logit_bias", "shared_expert.gate"])
+def test_one_tensor_is_trained_beside_a_router_in_torch(trained, cuda):
+    """Where neither x nor the router is, the losses need no gradient."""
+    layer, plain = (make_layer(**ROUTED | {"router": "gpt_oss"}) for _ in range(2))
+    x = make_x().detach()
+    for each in (layer, plain):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_(name == trained)
+    layer.graphs = LayerGraphs(layer, x)
+    for each in (layer, plain):
+        loss_of(each(x)).backward()
+    pairs = zip(layer.parameters(), plain.parameters(), strict=True)
+    gradients = [(one.grad, other.grad) for one, other in pairs if one.requires_grad]
+    assert len(gradients) == 1 and all(torch.equal(*pair) and pair[0].any() for pair in gradients)
+
+
+def test_a_selection_bias_is_changed_in_place_alone(cuda):
+    layer, x = make_graphed(**ROUTED), make_x()
+    layer.selection_bias.copy_(torch.ones(16))
+    layer(x)
+    layer.selection_bias = torch.ones(16)
+    with pytest.raises(RuntimeError, match="selection_bias has moved since the layer was graphed: graph the layer"):
+        layer(x)
+
+
+def test_a_shared_expert_that_moves_or_goes_is_named(cuda):
+    layer, x = make_graphed(**ROUTED), make_x()
+    layer.shared_expert.w1.data = layer.shared_expert.w1.data.clone()
+    with pytest.raises(RuntimeError, match=r"shared_expert\.w1 has moved since the layer was graphed"):
+        layer(x)
+    layer.shared_expert = None
+    with pytest.raises(RuntimeError, match=r"shared_expert\.gate has come or gone since the layer was graphed"):
+        layer(x)
+
+
+def test_a_hook_of_the_layer_is_in_no_graph(cuda):
+    layer, seen = make_layer(), []
+    layer.register_forward_hook(lambda *arguments: seen.append(len(cuda.events)))
+    layer.graphs = LayerGraphs(layer, make_x())
+    assert seen == []
+    layer(make_x())
+    assert len(seen) == 1
 
 
 # Bad input
