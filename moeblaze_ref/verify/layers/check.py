@@ -1,7 +1,7 @@
 """Check an MoE layer: hard routings, every gradient, and ways of running a step in which layers go wrong."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -142,19 +142,26 @@ class _Check(NamedTuple):
     device: str
 
     def verdict(self, seeds: int, large: bool) -> Verdict:
-        """Run everything, and name what is wrong."""
+        """Run everything, and name what is wrong. A layer that is wrong in a plain step runs in no other way."""
         patterns = cases.patterns_for(self.adapter)
         evidence: list[Evidence] = []
         steps = [finding for pattern in patterns for finding in self._steps(pattern, seeds, evidence)]
         of_ways: list[Evidence] = []
         refused = ways.refused(self.adapter)
-        taken = {name: way for name, way in ways.WAYS.items() if name not in refused}
-        others = [f for name, way in taken.items() for f in self._run(name, way, patterns[0], 0, of_ways)]
+        others = [*self._ways(patterns[0], refused, of_ways, large)] if _right(steps) else []
         same = self._is_deterministic(patterns[0])
-        others += [*self._large_steps()] if large else []
         name = str(self.dtype).removeprefix("torch.")
-        bug_class = _class_of(steps, evidence) if not _right(steps) else _class_of_ways(others, of_ways)
+        bug_class = _class_of_ways(others, of_ways) if _right(steps) else _class_of(steps, evidence)
         return Verdict(name, (*steps, *others), bug_class, same, self.adapter.deterministic, refused)
+
+    def _ways(
+        self, pattern: Pattern, refused: Collection[str], evidence: list[Evidence], large: bool
+    ) -> Iterator[Finding]:
+        for name, way in ways.WAYS.items():
+            if name not in refused:
+                yield from self._run(name, way, pattern, 0, evidence)
+        if large:
+            yield from self._large_steps()
 
     def _steps(self, pattern: Pattern, seeds: int, evidence: list[Evidence]) -> Iterator[Finding]:
         for seed in range(seeds):
