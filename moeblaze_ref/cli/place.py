@@ -35,10 +35,7 @@ def place(
     ] = 1,
     method: Annotated[
         list[str] | None,
-        typer.Option(
-            help="all, or one of contiguous, greedy, eplb, exflow, moetuner, joint, dedup, ...; repeatable; by default "
-            "all but the other objective's search."
-        ),
+        typer.Option(help="all, or one of contiguous, greedy, eplb, exflow, moetuner, joint, dedup, ...; repeatable."),
     ] = None,
     objective: Annotated[
         str, typer.Option(help="dedup (tokens come home after a layer) or hops (layer to layer): --out's step model.")
@@ -96,7 +93,7 @@ def place(
     with user_errors():
         pictures = figures.pictures(plots, PLOTS)
         records.check_distinct({"--out": [out], "--record": [record], "--plots": pictures})
-        asked = methods.named(method or methods.default(objective))
+        asked = methods.named(method or ["all"])
         routed = expanded(trace_or_synthetic(trace, synthetic, num_experts, model), expand)
         on, costs = simulate.cluster(topology, gpus, d, h), traffic.runtime(topology, gpus, d, h)
         options = methods.Options(bounds.parse(experts_per_gpu), solver, time_limit, limit, costs=costs)
@@ -133,7 +130,7 @@ def place(
                 "topology": topology,
             }
             said |= {"d": d, "h": h, "solver": solver, "time_limit": time_limit, "limit": limit}
-            said |= {"objective": objective, "skipped": skipped}
+            said |= {"objective": objective, "skipped": skipped, "jobs": jobs, "peak_bytes": report.peak_bytes()}
             content = said | report.content(rows, trials, along, tokens)
             provenance.record(record, "place", content, force, (source_hashes.PLACEMENT,))
 

@@ -9,6 +9,7 @@ packing gives it. A heuristic: nothing is proven.
 
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import parent_process
 
@@ -20,7 +21,6 @@ from moeblaze_ref.placement import baselines
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import balance
-from moeblaze_ref.placement.simulate import loads as loads_of
 from moeblaze_ref.placement.trace import Profile
 from moeblaze_ref.placement.traffic import Runtime, step, visits
 from moeblaze_ref.placement.unions import COLD, HOT, anneal_layer, token_sets
@@ -28,10 +28,10 @@ from moeblaze_ref.placement.unions import COLD, HOT, anneal_layer, token_sets
 # Chosen on random halves of other seeds, 100 and up, than those that are published.
 SAMPLES, STRETCH = 32, 2.0
 LOAD_WEIGHTS = (3.0, 6.0, 12.0)  # tried in this order until the step is no slower than packing's
-NODE_WEIGHT = 2.0
-SWAPS = 2500  # tried an expert
+NODE_WEIGHT = 0.5
+SWAPS = 120_000  # tried in a layer
 PIECES = 64  # of a trace that does not say which sequence a token belongs to
-MARGIN = 0.002  # of a step: what the model must save on the sample, so that other tokens are no slower
+MARGIN = 0.001  # of a layer's time: what the model must save on the sample, so that other tokens are no slower
 
 
 def dedup(
@@ -42,11 +42,11 @@ def dedup(
     seed: int = 0,
     deadline: float = np.inf,
 ) -> Placement:
-    """Return a placement with few distinct GPUs and nodes a token, or the packing if the model says that it is faster.
+    """Return a placement with few distinct GPUs and nodes a token, by the model no slower than packing in any layer.
 
-    What `search` finds with the first of ``LOAD_WEIGHTS`` whose step `traffic.step` models as shorter than that of
-    longest-first packing by ``MARGIN``; if there is none, the packing. It is so by the mean of the samples of the load,
-    not on other tokens.
+    In each layer what `search` finds with the first of ``LOAD_WEIGHTS`` whose time `traffic.step` models as shorter
+    than that of longest-first packing by ``MARGIN``; if there is none, the packing. It is so by the mean of the samples
+    of the load, not on other tokens.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def dedup(
     bounds : Bounds, optional
         Of the packing, by default `bounds.equal`.
     swaps : int
-        Swaps tried in a layer, for each of its experts.
+        Swaps tried in a layer.
     seed : int
         The same seed finds the same placement, unless the time limit cuts the search.
     deadline : float
@@ -69,14 +69,16 @@ def dedup(
         If the profile has no trace, there are more GPUs than experts, or a number is out of range.
     """
     packed = baselines.greedy(profile, costs.on.num_gpus, bounds)
-    least = _step_ms(profile, packed, costs, seed) * (1 - MARGIN)
+    least, best = _layers_ms(profile, packed, costs, seed) * (1 - MARGIN), packed.assignment.copy()
+    left = np.arange(profile.layers)  # layers without a faster map
     for load_weight in LOAD_WEIGHTS:
-        found = search(profile, packed, costs.on.num_nodes, load_weight, swaps, seed, deadline)
-        if _step_ms(profile, found, costs, seed) <= least:
-            return found
-        if time.perf_counter() > deadline:
+        found = search(profile, packed, costs.on.num_nodes, load_weight, swaps, seed, deadline, left)
+        faster = left[_layers_ms(profile, found, costs, seed)[left] <= least[left]]
+        best[faster] = found.assignment[faster]
+        left = np.setdiff1d(left, faster)
+        if not len(left) or time.perf_counter() > deadline:
             break
-    return packed
+    return Placement(best, packed.num_gpus, packed.model)
 
 
 def search(
@@ -87,11 +89,12 @@ def search(
     swaps: int = SWAPS,
     seed: int = 0,
     deadline: float = np.inf,
+    layers: Sequence[int] | np.ndarray | None = None,
 ) -> Placement:
-    """Search every layer from ``start``, without the comparison of steps.
+    """Search layers from ``start``, by default all of them, without the comparison of steps.
 
-    ``load_weight`` is what the fullest GPU's load over the mean counts for, in distinct GPUs a token. A layer whose
-    search begins after the deadline stays as it was. Other parameters as in `dedup`.
+    ``load_weight`` is what the fullest GPU's load over the mean counts for, in distinct GPUs a token. Each layer has
+    its share of the time that is left. Other parameters as in `dedup`.
 
     Raises
     ------
@@ -101,12 +104,15 @@ def search(
     trace = profile.traced()
     start.check_fits(profile.layers, profile.E, profile.model)
     checks.check_positive("load_weight", load_weight)
-    steps = checks.check_int("swaps", swaps, 0) * profile.E
+    checks.check_int("swaps", swaps, 0)
+    chosen = list(range(profile.layers) if layers is None else layers)
+    threads = 1 if parent_process() else os.cpu_count() or 1
     G = start.num_gpus
     used = sampled_loads(trace, SAMPLES, STRETCH, seed) * G  # (samples, layers, E)
     share = trace.topk.shape[2] / profile.E  # of the tokens, that an expert has in the mean
 
     def layer(l):
+        now, rounds = time.perf_counter(), -(-(len(chosen) - chosen.index(l)) // threads)
         sets = token_sets(trace.topk[:, l], profile.E)
         return anneal_layer(
             start.assignment[l].astype(np.int64),
@@ -119,14 +125,16 @@ def search(
             max(trace.tokens, 1),
             HOT * share,
             COLD * share,
-            steps,
+            swaps,
             1000 * seed + l,
-            deadline,
+            now + (deadline - now) / rounds,
         )
 
-    with ThreadPoolExecutor(1 if parent_process() else os.cpu_count()) as threads:
-        found = [gpus for gpus, _ in threads.map(layer, range(profile.layers))]
-    return Placement(np.stack(found).astype(np.int32), G, start.model)
+    found = start.assignment.copy()
+    with ThreadPoolExecutor(threads) as pool:
+        for l, (gpus, _) in zip(chosen, pool.map(layer, chosen), strict=True):
+            found[l] = gpus
+    return Placement(found, G, start.model)
 
 
 def sampled_loads(trace: RoutingTrace, samples: int, stretch: float, seed: int) -> np.ndarray:
@@ -150,13 +158,12 @@ def sampled_loads(trace: RoutingTrace, samples: int, stretch: float, seed: int) 
     return shares
 
 
-def _step_ms(profile, placement, costs, seed):
-    """The modelled step with the loads of other samples than those that were searched."""
-    trace = profile.traced()
+def _layers_ms(profile, placement, costs, seed):
+    """The modelled step, layer by layer, with the loads of other samples than those that were searched."""
+    trace, G = profile.traced(), placement.num_gpus
     shares = placement.shares()
-    rows = trace.tokens * trace.topk.shape[2]
     sampled = sampled_loads(trace, SAMPLES, STRETCH, seed + 2**31)
     fullest = np.mean([balance((part[:, None, :] @ shares)[:, 0]) for part in sampled], axis=0)  # (layers,)
-    T = loads_of(profile, shares)
-    even = np.full_like(T, rows / placement.num_gpus) * fullest[:, None]  # all as full as the fullest
-    return step(even, visits(trace, shares), trace.tokens, costs).ms
+    rows = np.outer(fullest, np.full(G, trace.tokens * trace.topk.shape[2] / G))  # all as full as the fullest
+    found = step(rows, visits(trace, shares), trace.tokens, costs)
+    return 1e3 * (found.compute_s + found.transfer_s)

@@ -15,9 +15,14 @@ from moeblaze_ref.core.drawing import heading
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.placement import findings, plots
 
-PAGES = (DOCS / "placement.md", DOCS / "placement_programs.md")
+PAGES = (DOCS / "placement.md", DOCS / "placement_programs.md", DOCS / "placement_dedup.md")
 KEYS = ("rows", "splits", "curve", "device", "versions", "commit")
 RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in ("gptoss20b", "lm_small", "32x8", "scale")}
+# Of tokens that come home after every layer.
+HOME = ("gptoss_2", "gptoss_4", "gptoss_8", "gptoss_2x4", "gptoss_2x8", "lm_2", "lm_4")
+SIZES = tuple(f"{model}_{gpus}" for model in ("v3", "k2") for gpus in (64, 128, 256))
+HOME_RECORDS = {kind: DOCS / "results" / f"place_dedup_{kind}.json" for kind in HOME + SIZES}
+GROWTH = DOCS / "results" / "place_growth.json"  # of placement.growth
 MEASURED = DOCS / "results" / "ep_h200x2_gptoss.json"  # of parallel.bench
 # What a reader who does not see the pictures is told.
 PICTURED = (
@@ -37,6 +42,7 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
         If there is no block of that name, or a file is no record of `moeblaze place`.
     """
     blocks = {kind: partial(_block, path) for kind, path in paths.items()}
+    blocks |= {kind: partial(_home, path) for kind, path in HOME_RECORDS.items()}
     keys = ("gpus", "d", "h", *findings.CONSTANTS)
     return documents.fill(text, blocks | {"constants": lambda: findings.constants(records.read(MEASURED, keys))})
 
@@ -66,6 +72,14 @@ def _block(path: Path) -> str:
         return "\n\n".join([findings.scale(found), where])
     shown = f"![{PICTURED}](images/{documents.picture_of(path).name})"
     return "\n\n".join([findings.summary(found), shown, where])
+
+
+def _home(path: Path) -> str:
+    """Return the table of a record of tokens that come home, and its origin; empty without a record."""
+    if not path.exists():
+        return ""
+    found = load(path)
+    return "\n\n".join([findings.home(found), "\n".join(documents.place(found))])
 
 
 def write():

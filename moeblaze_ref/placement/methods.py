@@ -43,7 +43,7 @@ class Options:
     limit: float = LIMIT  #: of `joint`: a layer's fullest GPU over the mean
     steps: int = annealing.STEPS  #: of the annealing, in `joint` and `exflow`
     spare: int = 1  #: copies of experts on each GPU beyond E / G, of EPLB with replicas
-    swaps: int = SWAPS  #: of `dedup`, for each expert
+    swaps: int = SWAPS  #: of `dedup`, in a layer
     costs: Runtime | None = None  #: of the step that brings tokens home; by default the measured ones on the same links
 
     def __post_init__(self):
@@ -144,18 +144,6 @@ def named(texts: Iterable[str]) -> tuple[str, ...]:
     if "all" in names:
         return tuple(METHODS)
     return tuple(dict.fromkeys(checks.check_name("method", name, METHODS) for name in names))
-
-
-def default(objective: str) -> tuple[str, ...]:
-    """The methods to try for an objective: all but the search for the other one.
-
-    Raises
-    ------
-    ValueError
-        If there is no such objective.
-    """
-    other = {"dedup": "joint", "hops": "dedup"}[checks.check_name("objective", objective, OBJECTIVES)]
-    return tuple(name for name in METHODS if name != other)
 
 
 def too_large(methods: Iterable[str], num_gpus: int) -> dict[str, str]:

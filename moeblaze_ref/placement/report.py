@@ -1,5 +1,7 @@
 """The table of `moeblaze place`."""
 
+import resource
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,3 +57,9 @@ def content(rows: list[Row], trials: list[Trial], along: Mapping[float, Trial], 
     every = [trial.as_dict() for trial in trials]
     curve = [{"limit": limit} | trial.as_dict() for limit, trial in along.items()]
     return {"tokens": tokens, "rows": [row.as_dict() for row in rows], "splits": every, "curve": curve}
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process, or one of those that it started and ended, had at a time."""
+    most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return most if sys.platform == "darwin" else 1024 * most
