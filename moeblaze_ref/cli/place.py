@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moeblaze_ref.cli.shared import AsJson, Force, print_plots, show, to_file, user_errors
-from moeblaze_ref.core import progress, provenance, records, source_hashes
+from moeblaze_ref.core import checks, progress, provenance, records, source_hashes
 from moeblaze_ref.core.checks import MAX_EXPERTS
 
 MOST_WIDTH = 2**20
@@ -93,6 +93,7 @@ def place(
     with user_errors():
         pictures = figures.pictures(plots, PLOTS)
         records.check_distinct({"--out": [out], "--record": [record], "--plots": pictures})
+        checks.check_name("objective", objective, methods.OBJECTIVES)
         asked = methods.named(method or ["all"])
         routed = expanded(trace_or_synthetic(trace, synthetic, num_experts, model), expand)
         on, costs = simulate.cluster(topology, gpus, d, h), traffic.runtime(topology, gpus, d, h)

@@ -32,7 +32,8 @@ def _run(jobs: Sequence[Callable[[], Iterable[Row]]], processes: int) -> Iterato
         yield from (_rows(job) for job in jobs)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_rows, jobs)
+        # Jobs that travel together share what they have in common, such as a trace.
+        yield from pool.map(_rows, jobs, chunksize=max(len(jobs) // (8 * processes), 1))
 
 
 def _rows(job: Callable[[], Iterable[Row]]) -> list[Row]:

@@ -1,7 +1,7 @@
 """What a record of `moeblaze place` says, in Markdown, for the pages on placement."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moeblaze_ref.core.documents import table
@@ -72,6 +72,19 @@ def home(found: Found) -> str:
         "solved in s": lambda row: f"{row['solve_s']:.1f}",
     }
     return _by_method(found, columns)
+
+
+def growth(found: Sequence[Found]) -> str:
+    """A line a record of a large model: what `dedup` took, beside EPLB's placement."""
+    lines = []
+    for one in found:
+        ours, theirs = _row(one, "dedup"), _row(one, "eplb")
+        less = [f"{1 - ours[name] / theirs[name]:.1%}" for name in ("distinct_gpus", "distinct_nodes")]
+        over = f"{ours['balance_mean'] - theirs['balance_mean']:+.3f}"
+        seconds, gigabytes = f"{ours['solve_s']:.1f}", f"{one['peak_bytes'] / 2**30:.2f}"
+        lines.append([one["expand"], str(one["gpus"]), seconds, gigabytes, *less, over])
+    names = ["layers x experts x k", "GPUs", "solved in s", "peak GiB", "D below `eplb`", "N below", "load over `eplb`"]
+    return table(names, lines)
 
 
 def _load(load: float | None) -> str:

@@ -196,6 +196,16 @@ def test_packing_is_the_answer_where_rows_cost_and_links_do_not(counted, monkeyp
     assert tried == [(weight, [0, 1, 2]) for weight in dedup.LOAD_WEIGHTS]
 
 
+@pytest.mark.parametrize(("topology", "taken"), [("nvlink", False), ("two-nodes", True)])
+def test_nodes_may_cost_a_little_time_and_gpus_of_one_node_none(counted, monkeypatch, topology, taken):
+    good = dedup.search(counted, baselines.greedy(counted, G), swaps=800)
+    monkeypatch.setattr(dedup, "search", lambda *of: good)
+    ms = {id(good): np.full(3, 1.005)}
+    monkeypatch.setattr(dedup, "_layers_ms", lambda profile, placement, *of: ms.get(id(placement), np.ones(3)))
+    found = dedup.dedup(counted, on_links(topology))
+    assert (found.assignment == good.assignment).all() == taken
+
+
 def test_a_layer_takes_the_first_faster_map_and_is_not_searched_again(counted, monkeypatch):
     good, tried = dedup.dedup(counted, on_links(), swaps=5000), []
     packed = baselines.greedy(counted, G)
