@@ -32,8 +32,8 @@ NODE_WEIGHT = 0.5
 SWAPS = 120_000  # tried in a layer
 SLICES = 64  # of a trace that does not say which sequence a token belongs to
 MARGIN = 0.001  # of a layer's time: what the model must save on the sample, so that other tokens are no slower
-# Of a layer's time: what may be lost where there are nodes. The model does not see what a lower N saves in runtimes that
-# send a row once to a node, and its slowest pair may depend on one busy expert alone.
+# Of a layer's time: what may be lost where there are nodes. The model does not see what a lower N saves in runtimes
+# that send a row once to a node, and its slowest pair may depend on one busy expert alone.
 NODE_SLACK = 0.01
 
 
