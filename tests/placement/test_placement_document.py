@@ -13,6 +13,11 @@ ON_SPLITS = ("gptoss20b", "lm_small")
 PLACE = {"device": "a processor", "versions": {"numpy": "2"}, "commit": "abc"}
 
 
+def recorded(kinds):
+    """The kinds of which there is a record; the pages say of the others that they are not measured yet."""
+    return [kind for kind in kinds if document.HOME_RECORDS[kind].exists()]
+
+
 def trial(method, seed, load, crossings, step=10.0):
     """What a record holds of one method on one split."""
     return {
@@ -169,7 +174,7 @@ def test_the_growth_stands_beside_eplb():
     assert "| 2x64x8 | 64 | 1.0 | 1.00 | 25.0% | 0.0% | +0.020 |" in findings.growth(found)
 
 
-@pytest.mark.parametrize("kind", document.HOME)
+@pytest.mark.parametrize("kind", recorded(document.HOME))
 def test_a_record_of_tokens_that_come_home_has_twenty_splits_and_their_medians(kind):
     found = document.load(document.HOME_RECORDS[kind])
     for row in found["rows"]:
@@ -179,7 +184,7 @@ def test_a_record_of_tokens_that_come_home_has_twenty_splits_and_their_medians(k
             assert row[name] == statistics.median(one[name] for one in of_method)
 
 
-@pytest.mark.parametrize("kind", document.HOME)
+@pytest.mark.parametrize("kind", recorded(document.HOME))
 def test_dedup_has_the_fewest_gpus_a_token_and_a_median_step_no_slower_than_packing(kind):
     rows = {row["method"]: row for row in document.load(document.HOME_RECORDS[kind])["rows"]}
     ours = rows.pop("dedup")
@@ -187,7 +192,7 @@ def test_dedup_has_the_fewest_gpus_a_token_and_a_median_step_no_slower_than_pack
     assert ours["runtime_ms"] <= rows["greedy"]["runtime_ms"]
 
 
-@pytest.mark.parametrize("kind", document.SIZES)
+@pytest.mark.parametrize("kind", recorded(document.SIZES))
 def test_large_models_are_placed_in_two_minutes_and_four_gibibytes(kind):
     found = document.load(document.HOME_RECORDS[kind])
     rows = {row["method"]: row for row in found["rows"]}
