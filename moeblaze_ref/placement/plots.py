@@ -90,6 +90,6 @@ def growth(found: Sequence[Mapping[str, Any]]) -> Figure:
         seconds.plot(gpus, took, "o-", color=color, label=size)
         memory.plot(gpus, [one["peak_bytes"] / 2**30 for one in of_size], "o-", color=color, label=size)
     for axes, label in ((seconds, "time of dedup, s"), (memory, "peak memory of the command, GiB")):
-        axes.set(xlabel="GPUs", ylabel=label, ylim=(0, None))
+        axes.set(xlabel="GPUs", ylabel=label, ylim=(0, 1.1 * axes.get_ylim()[1]))
     seconds.legend(frameon=False, title="layers x experts x k")
     return figure
