@@ -2,12 +2,12 @@
 
 import functools
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from moeblaze_ref.cli.shared import AsJson, Force, print_plots, show, to_file, user_errors
-from moeblaze_ref.core import progress, provenance, records, source_hashes
+from moeblaze_ref.core import checks, progress, provenance, records, source_hashes
 from moeblaze_ref.core.checks import MAX_EXPERTS
 
 MOST_WIDTH = 2**20
@@ -23,6 +23,10 @@ def place(
         str | None,
         typer.Option(help="Synthetic trace with Zipf's load: LAYERSxExK, such as 58x256x8, at most 128x1024x32."),
     ] = None,
+    expand: Annotated[
+        str | None,
+        typer.Option(help="Make a larger model's trace from --trace: LAYERSxExK, with multiples of its E and k."),
+    ] = None,
     splits: Annotated[
         int,
         typer.Option(
@@ -31,10 +35,16 @@ def place(
     ] = 1,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="all, or one of contiguous, greedy, eplb, exflow, moetuner, joint, ...; repeatable."),
+        typer.Option(help="all, or one of contiguous, greedy, eplb, exflow, moetuner, joint, dedup, ...; repeatable."),
     ] = None,
+    objective: Annotated[
+        str, typer.Option(help="dedup (tokens come home after a layer) or hops (layer to layer): --out's step model.")
+    ] = "dedup",
     topology: Annotated[
-        str, typer.Option(help="nvlink, two-nodes, or a .json with bandwidth (G, G) bytes/s and, measured, token_s.")
+        str,
+        typer.Option(
+            help="nvlink, two-nodes, nodes-of-8, or a .json with bandwidth (G, G) bytes/s and, measured, token_s."
+        ),
     ] = "nvlink",
     d: Annotated[
         int, typer.Option("--d", help="Model width: what a token's transfer and computation cost.", max=MOST_WIDTH)
@@ -52,11 +62,16 @@ def place(
         ),
     ] = None,
     solver: Annotated[str, typer.Option(help="Method moetuner: its solver, cp_sat, highs, scip or gurobi.")] = "cp_sat",
-    time_limit: Annotated[float, typer.Option(help="Seconds for each of moetuner's two programs.")] = 60.0,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds for each of moetuner's two programs, and for each search.")
+    ] = 60.0,
     limit: Annotated[
         float, typer.Option(help="Method joint: the most load a GPU may have, as a multiple of the mean.")
     ] = 1.02,
-    out: Annotated[Path | None, to_file(help="Write the map of the fastest method, fitted to split 0.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes among which methods and splits are spread.", min=1)] = 1,
+    out: Annotated[
+        Path | None, to_file(help="Write the map of the method that is fastest by the objective, fitted to split 0.")
+    ] = None,
     plots: Annotated[
         Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")
     ] = None,
@@ -64,22 +79,28 @@ def place(
     force: Force = False,
     as_json: AsJson = False,
 ):
-    """Place experts on GPUs by MoETuner and the baselines, fitted to one half of a trace and evaluated on the other.
+    """Place experts on GPUs by our searches, MoETuner and the baselines, fitted to one half of a trace.
+
+    All are evaluated on the other half.
 
     Whatever is repeatable may also be one list with commas.
     """
     from moeblaze_ref.core import figures
-    from moeblaze_ref.placement import bounds, joint, maps, methods, report, simulate
+    from moeblaze_ref.placement import bounds, joint, maps, methods, report, simulate, traffic
+    from moeblaze_ref.placement.expand import expanded
     from moeblaze_ref.placement.synthetic import trace_or_synthetic
 
     with user_errors():
         pictures = figures.pictures(plots, PLOTS)
         records.check_distinct({"--out": [out], "--record": [record], "--plots": pictures})
-        chosen = methods.named(method or ["all"])
-        routed = trace_or_synthetic(trace, synthetic, num_experts, model)
-        on = simulate.cluster(topology, gpus, d, h)
-        options = methods.Options(bounds.parse(experts_per_gpu), solver, time_limit, limit)
-        jobs = methods.jobs(routed, on, chosen, splits, options, tokens)
+        checks.check_name("objective", objective, methods.OBJECTIVES)
+        asked = methods.named(method or ["all"])
+        routed = expanded(trace_or_synthetic(trace, synthetic, num_experts, model), expand)
+        on, costs = simulate.cluster(topology, gpus, d, h), traffic.runtime(topology, gpus, d, h)
+        options = methods.Options(bounds.parse(experts_per_gpu), solver, time_limit, limit, costs=costs)
+        skipped = methods.too_large(asked, gpus)
+        chosen = [name for name in asked if name not in skipped] or asked
+        work = methods.jobs(routed, on, chosen, splits, options, tokens)
         shown = (plots or record) and splits and "joint" in chosen
         curve = methods.curve(routed, on, options, tokens=tokens) if shown else []
         if out:
@@ -88,21 +109,30 @@ def place(
             provenance.check_place(record, "place", force)
         if plots:
             figures.check(plots, PLOTS, force)
-        trials = progress.run_with_bar("placing", jobs)
+        for reason in skipped.values():
+            typer.echo(reason, err=True)
+        trials = progress.run_with_bar("placing", work, jobs)
         rows = methods.medians(trials)
         caption = report.evaluated_on(splits, gpus, tokens)
         show(as_json, [row.as_dict() for row in rows], functools.partial(report.table, rows, caption))
         if out:
-            maps.save(out, methods.fastest_map(trials), force)
-        along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve), strict=False))
+            maps.save(out, methods.fastest_map(trials, objective), force)
+        along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve, jobs), strict=False))
         if plots:
             written = figures.save_all(_drawn(trials, list(along.values())), plots, force)
             print_plots(written)
         if record:
             named = trace.name if trace else f"synthetic {synthetic}"
-            asked = {"trace": named, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
-            asked |= {"solver": solver, "time_limit": time_limit, "limit": limit}
-            content = asked | report.content(rows, trials, along, tokens)
+            said: dict[str, Any] = {
+                "trace": named,
+                "expand": expand,
+                "model": routed.model,
+                "gpus": gpus,
+                "topology": topology,
+            }
+            said |= {"d": d, "h": h, "solver": solver, "time_limit": time_limit, "limit": limit}
+            said |= {"objective": objective, "skipped": skipped, "jobs": jobs, "peak_bytes": report.peak_bytes()}
+            content = said | report.content(rows, trials, along, tokens)
             provenance.record(record, "place", content, force, (source_hashes.PLACEMENT,))
 
 

@@ -1,6 +1,8 @@
 """Progress bars on standard error."""
 
-from collections.abc import Callable, Iterable, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
 from rich.console import Console
@@ -15,7 +17,24 @@ def bar(*extra_columns: ProgressColumn) -> Progress:
     return Progress(*columns, *extra_columns, console=Console(stderr=True), transient=True)
 
 
-def run_with_bar(title: str, jobs: Sequence[Callable[[], Iterable[Row]]]) -> list[Row]:
-    """The rows of every job, in order, under a progress bar."""
+def run_with_bar(title: str, jobs: Sequence[Callable[[], Iterable[Row]]], processes: int = 1) -> list[Row]:
+    """The rows of every job, in order, under a progress bar.
+
+    With several ``processes`` the jobs run in new processes, to which they are pickled.
+    """
     with bar() as progress:
-        return [row for job in progress.track(jobs, description=title) for row in job()]
+        done = _run(jobs, processes)
+        return [row for rows in progress.track(done, total=len(jobs), description=title) for row in rows]
+
+
+def _run(jobs: Sequence[Callable[[], Iterable[Row]]], processes: int) -> Iterator[list[Row]]:
+    if processes == 1:
+        yield from (_rows(job) for job in jobs)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        # Jobs that travel together share what they have in common, such as a trace.
+        yield from pool.map(_rows, jobs, chunksize=max(len(jobs) // (8 * processes), 1))
+
+
+def _rows(job: Callable[[], Iterable[Row]]) -> list[Row]:
+    return list(job())

@@ -6,6 +6,8 @@ and one transition changes. The number of experts on a GPU stays too, if all hav
 CPU: millions of swaps are tried in a second.
 """
 
+import time
+
 import numba
 import numpy as np
 
@@ -16,6 +18,7 @@ from moeblaze_ref.placement.trace import Profile
 STEPS = 30_000_000
 HOT, COLD = 0.2, 0.005  # temperatures at both ends, in tokens of the profile
 RELABEL = 100  # swaps between two relabellings
+CLOCK = 1024  # steps between two looks at the clock
 FINE = 0.8  # of the steps: after them the best placement so far is kept
 
 
@@ -27,6 +30,7 @@ def anneal(
     tail: float = 0.5,
     steps: int = STEPS,
     seed: int = 0,
+    deadline: float = np.inf,
 ) -> Placement:
     """The placement of least crossings that swaps lead to.
 
@@ -45,7 +49,9 @@ def anneal(
     steps : int
         Swaps tried.
     seed : int
-        The same seed finds the same placement.
+        The same seed finds the same placement, unless the deadline cuts the search.
+    deadline : float
+        Of `time.perf_counter`: there the search is cut, and the best placement so far counts.
 
     Returns
     -------
@@ -75,8 +81,17 @@ def anneal(
         steps,
         max(profile.tokens, 1),
         int(rng.integers(2**31)),
+        deadline,
     )
     return Placement(found, start.num_gpus, start.model)
+
+
+@numba.njit(cache=True)
+def now():
+    """Return `time.perf_counter` inside compiled code."""
+    with numba.objmode(seconds="float64"):
+        seconds = time.perf_counter()
+    return seconds
 
 
 @numba.njit(cache=True)
@@ -150,7 +165,7 @@ def _relabel(a, T, to, came, C, times, cost, tail, temperature):
 
 
 @numba.njit(cache=True, nogil=True)  # other threads go on, as one that gives signs of life
-def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
+def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed, deadline):
     """Swap experts e and f of a random layer: always if that is faster, else by Boltzmann's chance."""
     np.random.seed(seed)
     layers, E = a.shape
@@ -158,6 +173,8 @@ def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
     times = np.array([_time(flow, cost, tail) for flow in C])
     best, value, least = a.copy(), 0.0, 0.0
     for s in range(steps):
+        if s % CLOCK == 0 and now() > deadline:
+            break
         temperature = tokens * HOT * (COLD / HOT) ** (s / steps)
         if s % RELABEL == 0 and layers > 1:
             value += _relabel(a, T, to, came, C, times, cost, tail, temperature)

@@ -117,11 +117,13 @@ def replicate(load: np.ndarray, replicas: int) -> np.ndarray:
     return copies
 
 
-def exflow(profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: int = 0) -> Placement:
+def exflow(
+    profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: int = 0, deadline: float = np.inf
+) -> Placement:
     """ExFlow's objective: as many transitions as possible stay on their GPU.
 
     All GPUs have equally many experts; their load is ignored. Its authors solve an integer program; here only the
-    objective is theirs, and `annealing.anneal` searches, without a bound.
+    objective is theirs, and `annealing.anneal` searches, without a bound, until the deadline.
 
     Raises
     ------
@@ -130,4 +132,4 @@ def exflow(profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: 
     """
     start = contiguous(profile, num_gpus)
     different = 1.0 - np.eye(num_gpus)
-    return annealing.anneal(profile, start, different, limit=np.inf, tail=0.0, steps=steps, seed=seed)
+    return annealing.anneal(profile, start, different, np.inf, tail=0.0, steps=steps, seed=seed, deadline=deadline)

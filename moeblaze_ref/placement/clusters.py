@@ -108,11 +108,12 @@ def _cluster_layer(load, G, bounds, solver, deadline):
     clusters = _exchange(p, pack(p, G, bounds), G)
     deviation = lambda clusters: _deviation(p, clusters, G)
     most = lambda clusters: _sums(p, clusters, G).max()
-    if deviation(clusters) > bound:  # ILP 1 with its printed objective
+    if deviation(clusters) > bound and time.perf_counter() < deadline:  # ILP 1 with its printed objective
         layer = _Layer(p, G, bounds, bound)
         clusters, proven = _solved(layer, layer.deviation, deviation, clusters, solver, deadline)
         bound = max(bound, proven)
-    if deviation(clusters) <= bound and most(clusters) > least_most:  # among clusters of this deviation
+    improvable = deviation(clusters) <= bound and most(clusters) > least_most
+    if improvable and time.perf_counter() < deadline:  # among clusters of this deviation
         layer = _Layer(p, G, bounds, bound)
         layer.model.add_linear_constraint(layer.deviation <= bound)
         layer.model.add_linear_constraint(layer.most >= G * least_most)

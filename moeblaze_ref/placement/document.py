@@ -3,7 +3,7 @@
 ``python -m moeblaze_ref.placement.document`` writes everything again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +15,21 @@ from moeblaze_ref.core.drawing import heading
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.placement import findings, plots
 
-PAGES = (DOCS / "placement.md", DOCS / "placement_programs.md")
+PAGES = (
+    DOCS / "placement.md",
+    DOCS / "placement_programs.md",
+    DOCS / "placement_dedup.md",
+    DOCS / "placement_sizes.md",
+)
 KEYS = ("rows", "splits", "curve", "device", "versions", "commit")
 RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in ("gptoss20b", "lm_small", "32x8", "scale")}
+# Of tokens that come home after every layer.
+HOME = ("gptoss_2", "gptoss_4", "gptoss_8", "gptoss_2x4", "gptoss_2x8", "lm_2", "lm_4")
+SIZES = tuple(f"{model}_{gpus}" for model in ("v3", "k2") for gpus in (64, 128, 256))
+SMALLER = ("layers_64", "experts_64")  # half of DeepSeek-V3's layers, and of its experts
+HOME_RECORDS = {kind: DOCS / "results" / f"place_dedup_{kind}.json" for kind in HOME + SIZES + SMALLER}
+GROWTH = "place_dedup_growth"
+GROWN = "Two panels, time of the search and peak memory against GPUs, a line a model"
 MEASURED = DOCS / "results" / "ep_h200x2_gptoss.json"  # of parallel.bench
 # What a reader who does not see the pictures is told.
 PICTURED = (
@@ -36,7 +48,8 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     ValueError
         If there is no block of that name, or a file is no record of `moeblaze place`.
     """
-    blocks = {kind: partial(_block, path) for kind, path in paths.items()}
+    blocks: dict[str, Callable[[], str]] = {kind: partial(_block, path) for kind, path in paths.items()}
+    blocks |= {kind: partial(_home, path) for kind, path in HOME_RECORDS.items()} | {"growth": _growth}
     keys = ("gpus", "d", "h", *findings.CONSTANTS)
     return documents.fill(text, blocks | {"constants": lambda: findings.constants(records.read(MEASURED, keys))})
 
@@ -68,6 +81,25 @@ def _block(path: Path) -> str:
     return "\n\n".join([findings.summary(found), shown, where])
 
 
+def _home(path: Path) -> str:
+    """Return the table of a record of tokens that come home, and its origin; empty without a record."""
+    if not path.exists():
+        return ""
+    found = load(path)
+    return "\n\n".join([findings.home(found), "\n".join(documents.place(found))])
+
+
+def _growth() -> str:
+    """Return the picture of time and memory, and the numbers; empty without records."""
+    found = sizes()
+    return f"![{GROWN}](images/{GROWTH}.png)\n\n{findings.growth(found)}" if found else ""
+
+
+def sizes() -> list[findings.Found]:
+    """The records of large models that are there."""
+    return [load(HOME_RECORDS[kind]) for kind in SIZES + SMALLER if HOME_RECORDS[kind].exists()]
+
+
 def write():
     """Write both pages, and the picture of every record that has a curve."""
     for page in PAGES:
@@ -75,6 +107,8 @@ def write():
     for path in RECORDS.values():
         if path.exists() and (found := load(path))["curve"]:
             figures.save(picture(found), documents.picture_of(path).parent, path.stem, force=True)
+    if large := sizes():
+        figures.save(plots.growth(large), DOCS / "images", GROWTH, force=True)
 
 
 if __name__ == "__main__":

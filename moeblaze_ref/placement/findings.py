@@ -1,7 +1,7 @@
 """What a record of `moeblaze place` says, in Markdown, for the pages on placement."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moeblaze_ref.core.documents import table
@@ -38,6 +38,57 @@ def methods(found: Found) -> str:
         "gap": lambda row: _share(row["gap"]),
     }
     return _by_method(found, columns)
+
+
+def home(found: Found) -> str:
+    """A line a method, for a runtime that brings tokens home: medians over the splits, and the worst split's load."""
+    packing = _splits(found, PACKING)
+    if not packing:
+        raise ValueError(f"the record has no {PACKING}, with which loads and steps are compared")
+
+    def over(row):
+        return [
+            trial["balance_mean"] - packing[seed]["balance_mean"]
+            for seed, trial in _splits(found, row["method"]).items()
+        ]
+
+    def slower(row):
+        trials = _splits(found, row["method"])
+        return sum(trial["runtime_ms"] > packing[seed]["runtime_ms"] for seed, trial in trials.items())
+
+    columns = {
+        "method": lambda row: f"`{row['method']}`",
+        "D": lambda row: f"{row['distinct_gpus']:.3f}",
+        "N": lambda row: f"{row['distinct_nodes']:.3f}",
+        "load: mean": lambda row: f"{row['balance_mean']:.3f}",
+        "worst layer": lambda row: f"{row['balance_worst']:.3f}",
+        "batch of 256": lambda row: _load(row["batch_256"]),
+        "of 16,384": lambda row: _load(row["batch_16384"]),
+        "over `greedy`, median": lambda row: f"{statistics.median(over(row)):+.3f}",
+        "worst split": lambda row: f"{max(over(row)):+.3f}",
+        "cross-GPU": lambda row: f"{row['cross_share']:.1%}",
+        "step, ms": lambda row: f"{row['runtime_ms']:#.5g}",
+        "slower than `greedy` in splits": lambda row: f"{slower(row)} of {len(packing)}",
+        "solved in s": lambda row: f"{row['solve_s']:.1f}",
+    }
+    return _by_method(found, columns)
+
+
+def growth(found: Sequence[Found]) -> str:
+    """A line a record of a large model: what `dedup` took, beside EPLB's placement."""
+    lines = []
+    for one in found:
+        ours, theirs = _row(one, "dedup"), _row(one, "eplb")
+        less = [f"{1 - ours[name] / theirs[name]:.1%}" for name in ("distinct_gpus", "distinct_nodes")]
+        over = f"{ours['balance_mean'] - theirs['balance_mean']:+.3f}"
+        seconds, gigabytes = f"{ours['solve_s']:.1f}", f"{one['peak_bytes'] / 2**30:.2f}"
+        lines.append([one["expand"], str(one["gpus"]), seconds, gigabytes, *less, over])
+    names = ["layers x experts x k", "GPUs", "solved in s", "peak GiB", "D below `eplb`", "N below", "load over `eplb`"]
+    return table(names, lines)
+
+
+def _load(load: float | None) -> str:
+    return "" if load is None else f"{load:.3f}"
 
 
 def _by_method(found: Found, columns: Mapping[str, Callable[[Found], str]]) -> str:

@@ -24,7 +24,7 @@ from moeblaze_ref.placement.solver import (
 )
 
 EXACT = 1e7  # no known objective is more in whole numbers: with larger ones HiGHS has proven what is wrong
-MAX_ROWS = 400_000  # constraints: above, the start and its bound are all that there is time for
+MAX_ROWS = 400_000  # constraints: above, or after the deadline, the start and its bound are all that there is
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ def assign_gpus(
     check_time_limit(time_limit)
     began = time.perf_counter()
     hosted = int(sizes.sum() // G), int(-(-sizes.sum() // G))
-    gpus = chain(C, cost, sizes, hosted)
+    gpus = chain(C, cost, sizes, hosted, began + time_limit)
     fits = misplaced(experts_hosted(gpus, sizes), hosted) == 0
     known = slowest(C, gpus, cost).sum() if fits else cost.max(initial=0) * C.max(axis=(1, 2), initial=0).sum()
     scale = min(1 if (cost == np.round(cost)).all() else 1000, EXACT / max(known, 1))  # times are whole numbers then
@@ -102,7 +102,8 @@ def assign_gpus(
 def _solve(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
     """Solve ILP 2: (GPU of each cluster, bound), or the start and its bound if the time is too short."""
     model = _Model(C, time_of, sizes, hosted, least)
-    if model.rows > MAX_ROWS and start is not None:
+    late = time.perf_counter() > deadline
+    if (late or model.rows > MAX_ROWS) and start is not None:
         return start, int(least.sum())
     try:
         model.build()

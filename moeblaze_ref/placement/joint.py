@@ -13,6 +13,8 @@ choices for every pair of experts in neighbouring layers and of GPUs, (E / G)**2
 
 from collections.abc import Collection
 
+import numpy as np
+
 from moeblaze_ref.core import checks
 from moeblaze_ref.placement import annealing, baselines
 from moeblaze_ref.placement.bounds import Bounds
@@ -36,12 +38,13 @@ def joint(
     steps: int = annealing.STEPS,
     seed: int = 0,
     others: Collection[Placement] = (),
+    deadline: float = np.inf,
 ) -> Placement:
     """Return a placement under a load limit, with few crossings, and by the model no slower than any baseline's.
 
     What `search` finds with the first of ``TAILS`` with which none of `baseline_placements` and of ``others``, such as
     MoETuner's, is faster by the model; if there is none, the fastest of those, which may exceed the limit. It is so on
-    the profile alone, not on other tokens.
+    the profile alone, not on other tokens. Searches are cut at ``deadline``, of `time.perf_counter`.
 
     Raises
     ------
@@ -51,9 +54,9 @@ def joint(
     for other in others:
         other.check_fits(profile.layers, profile.E, profile.model)
     check_limit(limit)
-    best = fastest(profile, on, [*baseline_placements(profile, on.num_gpus, bounds, steps).values(), *others])
+    best = fastest(profile, on, [*baseline_placements(profile, on.num_gpus, bounds, steps, deadline).values(), *others])
     for tail in TAILS:
-        found = search(profile, on, limit, bounds, steps, seed, tail)
+        found = search(profile, on, limit, bounds, steps, seed, tail, deadline)
         if step(profile, found.shares(), on).ms <= step(profile, best.shares(), on).ms:
             return found
     return best
@@ -67,6 +70,7 @@ def search(
     steps: int = annealing.STEPS,
     seed: int = 0,
     tail: float = TAILS[0],
+    deadline: float = np.inf,
 ) -> Placement:
     """Search as `joint` does, without the comparison with baselines: under the limit, if packing is.
 
@@ -81,7 +85,7 @@ def search(
     """
     check_limit(limit)
     packed = baselines.greedy(profile, on.num_gpus, bounds)
-    return annealing.anneal(profile, packed, on.cost, limit, tail, steps=steps, seed=seed)
+    return annealing.anneal(profile, packed, on.cost, limit, tail, steps, seed, deadline)
 
 
 def check_limit(limit: float):
@@ -91,7 +95,11 @@ def check_limit(limit: float):
 
 
 def baseline_placements(
-    profile: Profile, num_gpus: int, bounds: Bounds | None = None, steps: int = annealing.STEPS
+    profile: Profile,
+    num_gpus: int,
+    bounds: Bounds | None = None,
+    steps: int = annealing.STEPS,
+    deadline: float = np.inf,
 ) -> dict[str, Placement]:
     """Return the placements of the baselines that need no solver and place every expert once, by name.
 
@@ -101,7 +109,7 @@ def baseline_placements(
         "greedy": baselines.greedy(profile, num_gpus, bounds),
         "contiguous": baselines.contiguous(profile, num_gpus),
         "round-robin": baselines.round_robin(profile, num_gpus),
-        "exflow": baselines.exflow(profile, num_gpus, steps),
+        "exflow": baselines.exflow(profile, num_gpus, steps, deadline=deadline),
     }
 
 

@@ -4,6 +4,7 @@ C[l, c1, c2] tokens go from cluster c1 in layer l to cluster c2 in layer l + 1; 
 cluster is on, a permutation in every layer; ``cost`` (G, G) is a token's time on each link, 0 on the diagonal.
 """
 
+import time
 from itertools import combinations, permutations
 
 import numpy as np
@@ -59,7 +60,9 @@ def matching(flow: np.ndarray) -> tuple[np.ndarray, float]:
     return stays, crossing
 
 
-def chain(C: np.ndarray, cost: np.ndarray, sizes: np.ndarray, hosted: tuple[int, int]) -> np.ndarray:
+def chain(
+    C: np.ndarray, cost: np.ndarray, sizes: np.ndarray, hosted: tuple[int, int], deadline: float = np.inf
+) -> np.ndarray:
     """A good guess: each layer follows the largest flows of the one before, then clusters swap GPUs while that helps.
 
     Parameters
@@ -70,6 +73,8 @@ def chain(C: np.ndarray, cost: np.ndarray, sizes: np.ndarray, hosted: tuple[int,
         Experts of each cluster.
     hosted : (int, int)
         The fewest and the most experts of a GPU over all layers; what is outside is mended before anything else.
+    deadline : float
+        Of `time.perf_counter`: no layer is swept after it.
 
     Returns
     -------
@@ -81,7 +86,7 @@ def chain(C: np.ndarray, cost: np.ndarray, sizes: np.ndarray, hosted: tuple[int,
     gpus[0] = np.arange(G)
     for layer, flow in enumerate(C):
         gpus[layer + 1] = gpus[layer, matching(flow)[0]]
-    while _swap_sweep(C, cost, sizes, hosted, gpus):
+    while _swap_sweep(C, cost, sizes, hosted, gpus, deadline):
         pass
     return gpus
 
@@ -97,10 +102,12 @@ def misplaced(hosted_now: np.ndarray, hosted: tuple[int, int]) -> int:
     return int(np.maximum(hosted_now - most, 0).sum() + np.maximum(least - hosted_now, 0).sum())
 
 
-def _swap_sweep(C, cost, sizes, hosted, gpus) -> bool:
+def _swap_sweep(C, cost, sizes, hosted, gpus, deadline) -> bool:
     """Try every swap of two clusters' GPUs in every layer, in place; whether one helped."""
     helped = False
     for layer in range(len(gpus)):
+        if time.perf_counter() > deadline:
+            return False
         around = slice(max(layer - 1, 0), layer + 1)  # the transitions before and after
         window = slice(max(layer - 1, 0), layer + 2)
         for first, second in combinations(range(gpus.shape[1]), 2):

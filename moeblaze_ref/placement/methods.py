@@ -4,21 +4,33 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
-from moeblaze_ref.placement import annealing, baselines
+from moeblaze_ref.placement import annealing, baselines, traffic
 from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.dedup import SWAPS, dedup
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.joint import LIMIT, LIMITS, check_limit, joint, search
 from moeblaze_ref.placement.maps import Placement, check_gpus
 from moeblaze_ref.placement.simulate import STEP_TOKENS, Cluster, balance, cross_share, loads, step, transitions
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, SOLVERS, TIME_LIMIT, check_installed, check_time_limit
 from moeblaze_ref.placement.trace import Profile, profile, split
+from moeblaze_ref.placement.traffic import Runtime
+
+# What the default search minimises, by its name, and the row's time by which the map to write is chosen: of tokens that
+# come home after every layer, or that hop from the GPU of an expert to that of the next layer's.
+OBJECTIVES = {"dedup": "runtime_ms", "hops": "step_ms"}
+# GPUs above which a method is not tried, and why.
+LARGEST = {
+    "exflow": (32, "its search counts G * G pairs of GPUs for every swap"),
+    "moetuner": (32, "its second program has (layers - 1) * G**4 rows"),
+    "joint": (32, "it solves moetuner's programs"),
+}
 
 
 @dataclass(frozen=True)
@@ -27,10 +39,12 @@ class Options:
 
     bounds: Bounds | None = None  #: experts of a layer on a GPU; by default as equal as can be
     solver: str = DEFAULT_SOLVER  #: one of ``solver.SOLVERS``
-    time_limit: float = TIME_LIMIT  #: seconds of each of MoETuner's programs
+    time_limit: float = TIME_LIMIT  #: seconds of each of MoETuner's programs, and of each method's search
     limit: float = LIMIT  #: of `joint`: a layer's fullest GPU over the mean
     steps: int = annealing.STEPS  #: of the annealing, in `joint` and `exflow`
     spare: int = 1  #: copies of experts on each GPU beyond E / G, of EPLB with replicas
+    swaps: int = SWAPS  #: of `dedup`, in a layer
+    costs: Runtime | None = None  #: of the step that brings tokens home; by default the measured ones on the same links
 
     def __post_init__(self):
         checks.check_name("solver", self.solver, SOLVERS)
@@ -38,6 +52,11 @@ class Options:
         check_limit(self.limit)
         checks.check_int("steps", self.steps, 0)
         checks.check_int("spare", self.spare, 1)
+        checks.check_int("swaps", self.swaps, 0)
+
+    def runtime(self, on: Cluster) -> Runtime:
+        """The costs of the step that brings tokens home."""
+        return self.costs or Runtime(on)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +71,18 @@ class Fitted:
     #: What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
     #: from the mean, which may be unproven where this is small.
     load_gap: float | None = None
+    cut: bool = False  #: whether the time limit ended a search
 
 
-def _placed(placement: Placement, gap: float | None = None, load_gap: float | None = None) -> Fitted:
-    return Fitted(placement.shares(), placement, gap, load_gap)
+def _placed(placement: Placement, gap: float | None = None, load_gap: float | None = None, cut: bool = False) -> Fitted:
+    return Fitted(placement.shares(), placement, gap, load_gap, cut)
+
+
+def _searched(options: Options, search: Callable[[float], Placement]) -> Fitted:
+    """Let a search run until the time limit, which it gets as a deadline."""
+    deadline = time.perf_counter() + options.time_limit
+    placement = search(deadline)
+    return _placed(placement, cut=time.perf_counter() > deadline)
 
 
 def _eplb(sample: Profile, on: Cluster, spare: int) -> np.ndarray:
@@ -79,7 +106,20 @@ def _joint(sample: Profile, on: Cluster, options: Options) -> Fitted:
     """Never slower by the model than any other method that places each expert once: those with a solver are solved."""
     found = [fit(sample, on, options).placement for fit in (_packed_by_eplb, _moetuner)]
     others = [placement for placement in found if placement is not None]
-    return _placed(joint(sample, on, options.limit, options.bounds, options.steps, others=others))
+    steps, within = options.steps, options.bounds
+    return _searched(
+        options, lambda deadline: joint(sample, on, options.limit, within, steps, others=others, deadline=deadline)
+    )
+
+
+def _exflow(sample: Profile, on: Cluster, options: Options) -> Fitted:
+    exflow = baselines.exflow
+    return _searched(options, lambda deadline: exflow(sample, on.num_gpus, options.steps, deadline=deadline))
+
+
+def _dedup(sample: Profile, on: Cluster, options: Options) -> Fitted:
+    costs = options.runtime(on)
+    return _searched(options, lambda deadline: dedup(sample, costs, options.bounds, options.swaps, deadline=deadline))
 
 
 METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
@@ -88,9 +128,10 @@ METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
     "greedy": lambda sample, on, options: _placed(baselines.greedy(sample, on.num_gpus, options.bounds)),
     "eplb": _packed_by_eplb,
     "eplb-replicas": lambda sample, on, options: Fitted(_eplb(sample, on, options.spare), None),
-    "exflow": lambda sample, on, options: _placed(baselines.exflow(sample, on.num_gpus, options.steps)),
+    "exflow": _exflow,
     "moetuner": _moetuner,
     "joint": _joint,
+    "dedup": _dedup,
 }
 
 
@@ -105,6 +146,15 @@ def named(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(checks.check_name("method", name, METHODS) for name in names))
 
 
+def too_large(methods: Iterable[str], num_gpus: int) -> dict[str, str]:
+    """Return why methods are not tried on so many GPUs, by name: one line each."""
+    return {
+        name: f"{name} is not tried on {num_gpus} GPUs, but on at most {LARGEST[name][0]}: {LARGEST[name][1]}"
+        for name in methods
+        if name in LARGEST and num_gpus > LARGEST[name][0]
+    }
+
+
 @dataclass(frozen=True)
 class Row:
     """A method's numbers: on one split, or their medians over several."""
@@ -117,6 +167,14 @@ class Row:
     solve_s: float  #: of the method
     gap: float | None  #: as in `Fitted`
     load_gap: float | None
+    distinct_gpus: float  #: D, of a token in a layer
+    distinct_nodes: float  #: N
+    runtime_ms: float  #: of the modelled step that brings tokens home
+    batch_256: float | None  #: the fullest GPU's load over the mean in batches of so many tokens; None for too few
+    batch_1024: float | None
+    batch_4096: float | None
+    batch_16384: float | None
+    cut: bool  #: whether the time limit ended a search: of any split
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers for a record, without arrays."""
@@ -134,31 +192,86 @@ class Trial(Row):
     load: np.ndarray  #: (layers, G), held-out tokens that each GPU got
 
 
-def try_method(
-    method: str, seed: int | None, fit: Callable[[], Fitted], held_out: Profile, on: Cluster, tokens: int
-) -> list[Trial]:
-    """Fit a method to a sample, and evaluate it on what was held out: one trial."""
-    began = time.perf_counter()
-    fitted = fit()
-    seconds = time.perf_counter() - began
-    load = loads(held_out, fitted.shares)
-    each, model = balance(load), step(held_out, fitted.shares, on, tokens)
-    trial = Trial(
-        method=method,
-        seed=seed,
-        balance_mean=float(each.mean()),
-        balance_worst=float(each.max()),
-        cross_share=cross_share(transitions(held_out, fitted.shares)),
-        step_ms=model.ms,
-        token_tail_ms=1e3 * float(model.compute_s.sum()),
-        transfer_tail_ms=1e3 * float(model.transfer_s.sum()),
-        solve_s=seconds,
-        gap=fitted.gap,
-        load_gap=fitted.load_gap,
-        fitted=fitted,
-        load=load,
-    )
-    return [trial]
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A method to fit and to evaluate on one split. It travels to other processes, so it makes the profiles itself.
+
+    Parameters
+    ----------
+    method : str
+        One of ``METHODS``, or the search of `joint` alone if there is a ``limit``.
+    trace : RoutingTrace
+    seed : int or None
+        Of the split. None: fitted to the whole trace, and evaluated on it too.
+    on : Cluster
+    options : Options
+    tokens : int
+        Of the modelled steps.
+    limit : float, optional
+        Of the search: see `curve`.
+    """
+
+    method: str
+    trace: RoutingTrace
+    seed: int | None
+    on: Cluster
+    options: Options
+    tokens: int
+    limit: float | None = None
+
+    def __call__(self) -> list[Trial]:
+        """Fit and evaluate: one trial."""
+        sample, held_out = _halves(self.trace, self.seed)
+        began = time.perf_counter()
+        fitted = self._fit(sample)
+        seconds = time.perf_counter() - began
+        return [self._evaluate(fitted, held_out, seconds)]
+
+    def _fit(self, sample: Profile) -> Fitted:
+        if self.limit is None:
+            return METHODS[self.method](sample, self.on, self.options)
+        return _placed(search(sample, self.on, self.limit, self.options.bounds, self.options.steps))
+
+    def _evaluate(self, fitted: Fitted, held_out: Profile, seconds: float) -> Trial:
+        load, trace = loads(held_out, fitted.shares), held_out.traced()
+        each, model = balance(load), step(held_out, fitted.shares, self.on, self.tokens)
+        visited = traffic.visits(trace, fitted.shares)
+        home = traffic.step(load, visited, trace.tokens, self.options.runtime(self.on), self.tokens)
+        D, N = traffic.distinct(trace, fitted.shares, self.on.num_nodes)
+        batches = traffic.batch_loads(trace, fitted.shares)
+        return Trial(
+            method=self.method,
+            seed=self.seed,
+            balance_mean=float(each.mean()),
+            balance_worst=float(each.max()),
+            cross_share=cross_share(transitions(held_out, fitted.shares)),
+            step_ms=model.ms,
+            token_tail_ms=1e3 * float(model.compute_s.sum()),
+            transfer_tail_ms=1e3 * float(model.transfer_s.sum()),
+            solve_s=seconds,
+            gap=fitted.gap,
+            load_gap=fitted.load_gap,
+            distinct_gpus=D,
+            distinct_nodes=N,
+            runtime_ms=home.ms,
+            batch_256=batches.get(256),
+            batch_1024=batches.get(1024),
+            batch_4096=batches.get(4096),
+            batch_16384=batches.get(16_384),
+            cut=fitted.cut,
+            fitted=fitted,
+            load=load,
+        )
+
+
+@lru_cache(maxsize=1)
+def _halves(trace: RoutingTrace, seed: int | None) -> tuple[Profile, Profile]:
+    """The profiles to fit to and to evaluate on."""
+    if seed is None:
+        whole = profile(trace)
+        return whole, whole
+    sample, held_out = split(trace, seed)
+    return profile(sample), profile(held_out)
 
 
 def jobs(
@@ -168,7 +281,7 @@ def jobs(
     splits: int = 1,
     options: Options = Options(),
     tokens: int = STEP_TOKENS,
-) -> list[Callable[[], list[Trial]]]:
+) -> list[Job]:
     """A job for every method on every split: random halves of the sequences, seeds 0, 1, and so on.
 
     Each returns a list of one Trial. Without splits the methods are fitted to the whole trace, and evaluated on it too.
@@ -177,10 +290,12 @@ def jobs(
     Raises
     ------
     ValueError, TypeError
-        If a name is unknown, the solver is not installed, there are more GPUs than experts, the bounds are infeasible,
-        or the trace has no tokens or too few sequences to split.
+        If a name is unknown, a method is not tried on so many GPUs, the solver is not installed, there are more GPUs
+        than experts, the bounds are infeasible, or the trace has no tokens or too few sequences to split.
     """
     methods = named(methods)
+    for reason in too_large(methods, on.num_gpus).values():
+        raise ValueError(reason)
     check_installed(options.solver)
     checks.check_int("splits", splits, 0)
     checks.check_int("tokens", tokens, 1)
@@ -189,14 +304,10 @@ def jobs(
         options.bounds.check_feasible(trace.num_experts, on.num_gpus)
     if not trace.tokens:
         raise ValueError("the trace has no tokens: there is nothing to place by")
+    if splits:
+        split(trace, 0)
     seeds: list[int | None] = [*range(splits)] or [None]
-    halves = [(trace, trace) if seed is None else split(trace, seed) for seed in seeds]
-    pairs = [tuple(map(profile, pair)) for pair in halves]
-    return [
-        partial(try_method, method, seed, partial(METHODS[method], sample, on, options), held_out, on, tokens)
-        for seed, (sample, held_out) in zip(seeds, pairs, strict=True)
-        for method in methods
-    ]
+    return [Job(method, trace, seed, on, options, tokens) for seed in seeds for method in methods]
 
 
 def curve(
@@ -205,18 +316,12 @@ def curve(
     options: Options = Options(),
     limits: Sequence[float] = LIMITS,
     tokens: int = STEP_TOKENS,
-) -> list[Callable[[], list[Trial]]]:
+) -> list[Job]:
     """Jobs for the Pareto curve of load against crossings: the search of `joint` under each limit, without baselines.
 
     The trace's first split decides: fitted to one half of the sequences, evaluated on the other.
     """
-    sample, held_out = map(profile, split(trace, 0))
-    fits = [partial(_searched, sample, on, limit, options) for limit in limits]
-    return [partial(try_method, "joint", 0, fit, held_out, on, tokens) for fit in fits]
-
-
-def _searched(sample: Profile, on: Cluster, limit: float, options: Options) -> Fitted:
-    return _placed(search(sample, on, limit, options.bounds, options.steps))
+    return [Job("joint", trace, 0, on, options, tokens, limit) for limit in limits]
 
 
 def medians(trials: list[Trial]) -> list[Row]:
@@ -224,9 +329,9 @@ def medians(trials: list[Trial]) -> list[Row]:
     rows = []
     for method in dict.fromkeys(trial.method for trial in trials):
         of_method = [trial for trial in trials if trial.method == method]
-        names = (field.name for field in fields(Row) if field.name != "method")
+        names = (field.name for field in fields(Row) if field.name not in ("method", "cut"))
         numbers: dict[str, Any] = {name: _median([getattr(trial, name) for trial in of_method]) for name in names}
-        rows.append(Row(method, **numbers))
+        rows.append(Row(method, cut=any(trial.cut for trial in of_method), **numbers))
     return rows
 
 
@@ -235,16 +340,19 @@ def _median(values: list[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def fastest_map(trials: list[Trial]) -> Placement:
-    """Return the placement with the shortest modelled step, among those of the first split.
+def fastest_map(trials: list[Trial], objective: str = "dedup") -> Placement:
+    """Return the placement with the shortest modelled step of the objective, among those of the first split.
 
     Raises
     ------
     ValueError
-        If none of the methods places every expert exactly once.
+        If there is no such objective, or none of the methods places every expert exactly once.
     """
+    time_of = OBJECTIVES[checks.check_name("objective", objective, OBJECTIVES)]
     first = [trial for trial in trials if trial.seed == trials[0].seed]
-    placed = [(trial.step_ms, trial.fitted.placement) for trial in first if trial.fitted.placement is not None]
+    placed = [
+        (getattr(trial, time_of), trial.fitted.placement) for trial in first if trial.fitted.placement is not None
+    ]
     if not placed:
         raise ValueError("no map to write: the methods chosen replicate experts, but a map has each exactly once")
     return min(placed, key=lambda one: one[0])[1]

@@ -3,17 +3,18 @@
 Figures of their own, without pyplot, in the palette of `memory.plots`.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from moeblaze_ref.core.drawing import heading, panels
-from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
+from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION
 from moeblaze_ref.placement.methods import Trial
 
 WIDEST = 4  # heat maps in a row
+COLORS = BLUE, VERMILLION, ORANGE, SKY
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a name, so that no line goes through it
 
 
@@ -77,3 +78,18 @@ def _aside(at, points):
     if any(x > 0 and y >= 0 for x, y in near):
         return {"xytext": (-5, 4), "ha": "right"}
     return {"xytext": (5, -12 if any(y > 0 for _, y in near) else 4)}
+
+
+def growth(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """Time of `dedup` and peak memory of records of `moeblaze place`, against GPUs: a line for each size of model."""
+    figure, (seconds, memory) = panels(10, 4, 1, 2)
+    for size, color in zip(dict.fromkeys(one["expand"] for one in found), COLORS, strict=False):
+        of_size = [one for one in found if one["expand"] == size]
+        gpus = [one["gpus"] for one in of_size]
+        took = [next(row["solve_s"] for row in one["rows"] if row["method"] == "dedup") for one in of_size]
+        seconds.plot(gpus, took, "o-", color=color, label=size)
+        memory.plot(gpus, [one["peak_bytes"] / 2**30 for one in of_size], "o-", color=color, label=size)
+    for axes, label in ((seconds, "time of dedup, s"), (memory, "peak memory of the command, GiB")):
+        axes.set(xlabel="GPUs", ylabel=label, ylim=(0, 1.1 * axes.get_ylim()[1]))
+    seconds.legend(frameon=False, title="layers x experts x k")
+    return figure

@@ -1,5 +1,7 @@
 """The table of `moeblaze place`."""
 
+import resource
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +14,13 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "method": lambda row: row.method,
     "load: mean": lambda row: f"{row.balance_mean:.3f}",
     "worst layer": lambda row: f"{row.balance_worst:.3f}",
+    "D": lambda row: f"{row.distinct_gpus:.3f}",
+    "N": lambda row: f"{row.distinct_nodes:.3f}",
     "cross-GPU": lambda row: f"{row.cross_share:.1%}",
-    "step ms": lambda row: f"{row.step_ms:.3f}",
-    "solved in s": lambda row: f"{row.solve_s:.2f}",
+    "home ms": lambda row: f"{row.runtime_ms:.3f}",
+    "hops ms": lambda row: f"{row.step_ms:.3f}",
+    "batch of 256": lambda row: "-" if row.batch_256 is None else f"{row.batch_256:.3f}",
+    "solved in s": lambda row: f"{row.solve_s:.2f}{' cut' if row.cut else ''}",
     "gap": lambda row: "-" if row.gap is None else f"{row.gap:.2%}",
 }
 
@@ -38,8 +44,10 @@ def evaluated_on(splits: int, num_gpus: int, tokens: int) -> str:
     if splits:
         where = "the held-out half of the sequences" + (f", medians over {splits} splits" if splits > 1 else "")
     return (
-        f"{num_gpus} GPUs, evaluated on {where}. Load: the fullest GPU over the mean. Step: modelled, {tokens:,} "
-        "tokens. Gap: what the fullest GPU's load, and the slowest pairs' time, may be above the least where they were "
+        f"{num_gpus} GPUs, evaluated on {where}. Load: the fullest GPU over the mean. D, N: distinct GPUs and nodes of "
+        f"a token in a layer. ms: modelled steps of {tokens:,} tokens that come home after every layer, or hop from "
+        "layer to layer. Cut: the time limit ended a search. Gap: what the fullest GPU's load, and the slowest pairs' "
+        "time, may be above the least where they were "
         "fitted."
     )
 
@@ -49,3 +57,9 @@ def content(rows: list[Row], trials: list[Trial], along: Mapping[float, Trial], 
     every = [trial.as_dict() for trial in trials]
     curve = [{"limit": limit} | trial.as_dict() for limit, trial in along.items()]
     return {"tokens": tokens, "rows": [row.as_dict() for row in rows], "splits": every, "curve": curve}
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process, or one of those that it started and ended, had at a time."""
+    most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return most if sys.platform == "darwin" else 1024 * most

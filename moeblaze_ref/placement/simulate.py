@@ -2,7 +2,8 @@
 
 MoETuner (arXiv 2502.06643): a layer's tokens are done when the GPU with the most of them is, its tail; between two
 layers the tokens that change GPU travel, and the slowest pair of GPUs ends last, the second tail. As in the paper's R,
-a token with k experts counts once for each of its k * k pairs between neighbouring layers.
+a token with k experts counts once for each of its k * k pairs between neighbouring layers. Runtimes bring a token home
+after each layer instead: `traffic` counts what they send, D distinct GPUs and N distinct nodes a token.
 """
 
 from dataclasses import dataclass
@@ -106,22 +107,35 @@ class Cluster:
             )
 
 
-def one_node(num_gpus: int) -> np.ndarray:
+def one_node(num_gpus: int, gpu_bandwidth: float = NVLINK) -> np.ndarray:
     """GPUs behind one NVLink switch: a GPU's bandwidth is shared evenly by the G - 1 others; (G, G) bytes/s."""
-    return np.full((num_gpus, num_gpus), NVLINK / max(num_gpus - 1, 1))
+    return np.full((num_gpus, num_gpus), gpu_bandwidth / max(num_gpus - 1, 1))
 
 
-def two_nodes(num_gpus: int) -> np.ndarray:
+def two_nodes(num_gpus: int, gpu_bandwidth: float = NVLINK) -> np.ndarray:
     """Two nodes of G / 2 GPUs: NVLink inside, an InfiniBand adapter a GPU between them; (G, G) bytes/s."""
     checks.check_int("num_gpus", num_gpus, 2)
     if num_gpus % 2:
         raise ValueError(f"num_gpus is {num_gpus}, but two nodes need an even number")
-    half = num_gpus // 2
-    node = np.arange(num_gpus) // half  # (G,)
-    return np.where(node[:, None] == node, NVLINK / max(half - 1, 1), INFINIBAND / half)
+    return _nodes(num_gpus, num_gpus // 2, gpu_bandwidth)
 
 
-TOPOLOGIES = {"nvlink": one_node, "two-nodes": two_nodes}
+def nodes_of_eight(num_gpus: int, gpu_bandwidth: float = NVLINK) -> np.ndarray:
+    """Nodes of eight GPUs, with links as in `two_nodes`; (G, G) bytes/s."""
+    checks.check_int("num_gpus", num_gpus, 1)
+    if num_gpus % 8:
+        raise ValueError(f"num_gpus is {num_gpus}, but nodes of 8 GPUs need a multiple of 8")
+    return _nodes(num_gpus, 8, gpu_bandwidth)
+
+
+def _nodes(num_gpus, per_node, gpu_bandwidth):
+    """A GPU's bandwidth is shared evenly by the others of its node, its adapter's by those of other nodes."""
+    node = np.arange(num_gpus) // per_node  # (G,)
+    inside, across = gpu_bandwidth / max(per_node - 1, 1), INFINIBAND / max(num_gpus - per_node, 1)
+    return np.where(node[:, None] == node, inside, across)
+
+
+TOPOLOGIES = {"nvlink": one_node, "two-nodes": two_nodes, "nodes-of-8": nodes_of_eight}
 
 
 def cluster(topology: str, num_gpus: int, d: int, h: int) -> Cluster:
@@ -148,7 +162,7 @@ def cluster(topology: str, num_gpus: int, d: int, h: int) -> Cluster:
     if topology.endswith(".json"):
         measured = records.read(Path(topology), ("bandwidth",))
         token_s = measured.get("token_s", token_s)
-        bandwidth = _matrix(measured["bandwidth"])
+        bandwidth = matrix(measured["bandwidth"])
     else:
         bandwidth = TOPOLOGIES[checks.check_name("topology", topology, TOPOLOGIES)](num_gpus)
     found = Cluster(bandwidth, 2 * d, token_s)
@@ -156,7 +170,8 @@ def cluster(topology: str, num_gpus: int, d: int, h: int) -> Cluster:
     return found
 
 
-def _matrix(rows) -> np.ndarray:
+def matrix(rows) -> np.ndarray:
+    """Bandwidths (G, G) float64 from lists of numbers; a ValueError or TypeError names what is wrong."""
     if not (isinstance(rows, list) and all(isinstance(row, list) for row in rows)) or len(set(map(len, rows))) > 1:
         raise ValueError("bandwidth must be a matrix: G lists of G numbers")
     return np.array([[_speed(i, j, value) for j, value in enumerate(row)] for i, row in enumerate(rows)], np.float64)

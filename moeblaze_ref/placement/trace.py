@@ -52,6 +52,8 @@ class Profile:
         Tokens profiled.
     model : str
         As in the trace.
+    trace : RoutingTrace, or None
+        What was counted. None where only counts are known.
 
     Raises
     ------
@@ -63,6 +65,7 @@ class Profile:
     R: np.ndarray | None
     tokens: int
     model: str = ""
+    trace: RoutingTrace | None = None
 
     def __post_init__(self):
         checks.check_array("P", self.P, 2, ("int64",))
@@ -92,6 +95,12 @@ class Profile:
             )
         return self.R
 
+    def traced(self) -> RoutingTrace:
+        """The trace, or an error where only counts are known."""
+        if self.trace is None:
+            raise ValueError("the profile holds counts alone, but this needs the trace: which experts each token chose")
+        return self.trace
+
 
 def profile(trace: RoutingTrace) -> Profile:
     """P and R of a trace (MoETuner, profiling)."""
@@ -101,7 +110,7 @@ def profile(trace: RoutingTrace) -> Profile:
     for before in range(len(R)):
         pairs = ids[:, before, :, None] * E + ids[:, before + 1, None, :]  # (tokens, k, k)
         R[before] = np.bincount(pairs.ravel(), minlength=E * E).reshape(E, E)
-    return Profile(P, R, trace.tokens, trace.model)
+    return Profile(P, R, trace.tokens, trace.model, trace)
 
 
 def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> Profile:

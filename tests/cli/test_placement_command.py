@@ -13,6 +13,7 @@ from moeblaze_ref.placement import baselines, joint, maps, methods, plots, simul
 from moeblaze_ref.placement.synthetic import synthetic_trace
 
 KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap", "load_gap"]
+KEYS += ["distinct_gpus", "distinct_nodes", "runtime_ms", "batch_256", "batch_1024", "batch_4096", "batch_16384", "cut"]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def file(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch):
     """Few steps of annealing: what is tested here is the way around it."""
-    monkeypatch.setattr(methods, "Options", functools.partial(methods.Options, steps=20_000))
+    monkeypatch.setattr(methods, "Options", functools.partial(methods.Options, steps=20_000, swaps=800))
 
 
 def place(*arguments):
@@ -89,6 +90,32 @@ def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"load_by_gpu.png", "load_against_crossings.png"}
 
 
+def test_the_objective_says_which_step_the_map_is_fastest_in(file, tmp_path):
+    chosen = ("--trace", file, "--gpus", 2, "--method", "joint,dedup", "--json")
+    for objective, name in methods.OBJECTIVES.items():
+        rows = json.loads(placed(*chosen, "--objective", objective, "--out", tmp_path / "map.npz", "--force"))
+        best = min(rows, key=lambda row: row[name])
+        assert simulate.cross_share(
+            simulate.transitions(
+                trace.profile(trace.split(traces.load(file), 0)[1]), maps.load(tmp_path / "map.npz").shares()
+            )
+        ) == pytest.approx(best["cross_share"])
+    assert "unknown objective 'hop'" in refused(*chosen, "--objective", "hop")
+
+
+def test_methods_that_are_not_tried_on_many_gpus_are_named_with_the_reason(file, tmp_path):
+    large = ("--trace", file, "--expand", "3x128x4", "--gpus", 64, "--topology", "nodes-of-8")
+    result = place(*large, "--method", "greedy,moetuner", "--record", tmp_path / "record.json", "--json")
+    assert result.exit_code == 0, result.output
+    reason = "moetuner is not tried on 64 GPUs, but on at most 32: its second program has (layers - 1) * G**4 rows"
+    assert reason in " ".join(result.stderr.split())
+    written = json.loads((tmp_path / "record.json").read_text())
+    assert written["skipped"] == {"moetuner": reason} and [row["method"] for row in written["rows"]] == ["greedy"]
+    assert written["expand"] == "3x128x4"
+    assert reason in refused(*large, "--method", "moetuner")
+    assert "num_experts is 100, but it must be a multiple of the trace's 8" in refused(*large, "--expand", "3x100x4")
+
+
 def test_a_whole_trace_is_fitted_and_evaluated(file):
     said = placed("--trace", file, "--gpus", 2, "--method", "greedy", "--splits", 0)
     assert "the whole trace, on which they were fitted too" in " ".join(said.split())
@@ -137,7 +164,7 @@ def test_a_solver_that_is_not_installed_is_said_before_any_work(file, method, mo
         raise RuntimeError("bad_function_call")
 
     monkeypatch.setattr("ortools.math_opt.python.mathopt.solve", none_there)
-    monkeypatch.setattr(methods, "try_method", lambda *arguments: pytest.fail("worked before it asked"))
+    monkeypatch.setattr(methods.Job, "__call__", lambda *arguments: pytest.fail("worked before it asked"))
     said = refused("--trace", file, "--gpus", 4, "--method", method, "--solver", "gurobi")
     assert "solver gurobi does not run here" in said and "OR-Tools: cp_sat, highs, scip" in said
 

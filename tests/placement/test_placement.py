@@ -513,7 +513,7 @@ def test_joint_lets_the_slowest_pair_count_for_more_where_a_baseline_is_faster(c
     on, tails = cluster(4, SLOW), []
     fast = joint.search(counted, on, limit=4.0, steps=1_000_000)
 
-    def search(profile, on, limit, bounds, steps, seed, tail):
+    def search(profile, on, limit, bounds, steps, seed, tail, deadline):
         tails.append(tail)
         return baselines.round_robin(profile, 4) if tail < joint.TAILS[1] else fast
 

@@ -13,6 +13,11 @@ ON_SPLITS = ("gptoss20b", "lm_small")
 PLACE = {"device": "a processor", "versions": {"numpy": "2"}, "commit": "abc"}
 
 
+def recorded(kinds):
+    """The kinds of which there is a record; the pages say of the others that they are not measured yet."""
+    return [kind for kind in kinds if document.HOME_RECORDS[kind].exists()]
+
+
 def trial(method, seed, load, crossings, step=10.0):
     """What a record holds of one method on one split."""
     return {
@@ -44,7 +49,8 @@ def record():
 def test_the_page_is_what_the_records_give():
     text = "".join(page.read_text() for page in document.PAGES)
     assert unmarked(document.fill(text)) == unmarked(text)
-    assert all(text.count(f"<!-- begin {kind} -->") == 1 for kind in document.RECORDS)
+    kinds = (*document.RECORDS, *document.HOME_RECORDS, "growth")
+    assert all(text.count(f"<!-- begin {kind} -->") == 1 for kind in kinds)
 
 
 def test_a_record_becomes_a_block_and_a_picture(tmp_path):
@@ -112,7 +118,7 @@ def test_a_record_of_something_else_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ON_SPLITS)
 def test_a_record_holds_every_split_and_its_rows_are_their_medians(kind):
     found = document.load(document.RECORDS[kind])
-    assert [row["method"] for row in found["rows"]] == list(methods.METHODS)
+    assert [row["method"] for row in found["rows"]] == [name for name in methods.METHODS if name != "dedup"]
     for row in found["rows"]:
         of_method = [one for one in found["splits"] if one["method"] == row["method"]]
         assert [one["seed"] for one in of_method] == list(range(20))
@@ -141,3 +147,54 @@ def test_the_large_model_was_solved_within_its_time_and_its_gap():
     (row,) = (row for row in found["rows"] if row["method"] == "moetuner")
     assert (found["trace"], found["gpus"]) == ("synthetic 58x256x8", 16)
     assert row["solve_s"] < 300 and row["load_gap"] <= 0.02
+
+
+def home_trial(method, seed, D, load, step):
+    """What a record holds of one method on one split, for a runtime that brings tokens home."""
+    more = {"distinct_gpus": D, "distinct_nodes": 1.5, "runtime_ms": step, "batch_256": 1.3, "batch_16384": None}
+    return trial(method, seed, load, 0.7) | more
+
+
+def test_a_record_of_tokens_that_come_home_becomes_a_table():
+    splits = [home_trial("greedy", seed, 3.0, 1.1, 50.0) for seed in (0, 1)]
+    splits += [home_trial("dedup", 0, 2.5, 1.12, 49.0), home_trial("dedup", 1, 2.4, 1.15, 50.5)]
+    rows = [home_trial("greedy", None, 3.0, 1.1, 50.0), home_trial("dedup", None, 2.45, 1.135, 49.75)]
+    text = findings.home({"rows": rows, "splits": splits})
+    assert (
+        "| `dedup` | 2.450 | 1.500 | 1.135 | 1.235 | 1.300 |  | +0.035 | +0.050 | 70.0% | 49.750 | 1 of 2 | 1.0 |"
+        in text
+    )
+    with pytest.raises(ValueError, match="the record has no greedy"):
+        findings.home({"rows": rows[1:], "splits": splits[2:]})
+
+
+def test_the_growth_stands_beside_eplb():
+    rows = [home_trial("eplb", None, 4.0, 1.1, 50.0), home_trial("dedup", None, 3.0, 1.12, 49.0)]
+    found = [{"expand": "2x64x8", "gpus": 64, "peak_bytes": 2**30, "rows": rows}]
+    assert "| 2x64x8 | 64 | 1.0 | 1.00 | 25.0% | 0.0% | +0.020 |" in findings.growth(found)
+
+
+@pytest.mark.parametrize("kind", recorded(document.HOME))
+def test_a_record_of_tokens_that_come_home_has_twenty_splits_and_their_medians(kind):
+    found = document.load(document.HOME_RECORDS[kind])
+    for row in found["rows"]:
+        of_method = [one for one in found["splits"] if one["method"] == row["method"]]
+        assert [one["seed"] for one in of_method] == list(range(20)) and not row["cut"]
+        for name in ("distinct_gpus", "distinct_nodes", "balance_mean", "runtime_ms", "batch_256"):
+            assert row[name] == statistics.median(one[name] for one in of_method)
+
+
+@pytest.mark.parametrize("kind", recorded(document.HOME))
+def test_dedup_has_the_fewest_gpus_a_token_and_a_median_step_no_slower_than_packing(kind):
+    rows = {row["method"]: row for row in document.load(document.HOME_RECORDS[kind])["rows"]}
+    ours = rows.pop("dedup")
+    assert ours["distinct_gpus"] < min(row["distinct_gpus"] for row in rows.values())
+    assert ours["runtime_ms"] <= rows["greedy"]["runtime_ms"]
+
+
+@pytest.mark.parametrize("kind", recorded(document.SIZES))
+def test_large_models_are_placed_in_two_minutes_and_four_gibibytes(kind):
+    found = document.load(document.HOME_RECORDS[kind])
+    rows = {row["method"]: row for row in found["rows"]}
+    assert found["gpus"] == int(kind.partition("_")[2]) and found["peak_bytes"] < 4 * 2**30
+    assert rows["dedup"]["solve_s"] < 120 and rows["dedup"]["distinct_nodes"] < rows["eplb"]["distinct_nodes"]

@@ -1,0 +1,173 @@
+"""Few distinct GPUs and nodes a token, at a load that lasts: the search for runtimes that bring tokens home.
+
+Layers do not depend on each other here, so each is searched alone (`unions.anneal_layer`). It minimises D, plus N where
+there are nodes, plus the load. The load of the sample alone would mislead: experts that are used together are also used
+by the same sequences, and other tokens come from other sequences. So the load that counts is a mean over random samples
+of the sequences, whose differences are stretched by ``STRETCH``. Every GPU keeps as many experts as longest-first
+packing gives it. A heuristic: nothing is proven.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import parent_process
+
+import numpy as np
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.traces import RoutingTrace
+from moeblaze_ref.placement import baselines
+from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.simulate import balance
+from moeblaze_ref.placement.trace import Profile
+from moeblaze_ref.placement.traffic import Runtime, step, visits
+from moeblaze_ref.placement.unions import COLD, HOT, anneal_layer, token_sets
+
+# Chosen on random halves of other seeds, 100 and up, than those that are published.
+SAMPLES, STRETCH = 32, 2.0
+LOAD_WEIGHTS = (3.0, 6.0, 12.0)  # tried in this order until the step is no slower than packing's
+NODE_WEIGHT = 0.5
+SWAPS = 120_000  # tried in a layer
+SLICES = 64  # of a trace that does not say which sequence a token belongs to
+MARGIN = 0.001  # of a layer's time: what the model must save on the sample, so that other tokens are no slower
+# Of a layer's time: what may be lost where there are nodes. The model does not see what a lower N saves in runtimes
+# that send a row once to a node, and its slowest pair may depend on one busy expert alone.
+NODE_SLACK = 0.01
+
+
+def dedup(
+    profile: Profile,
+    costs: Runtime,
+    bounds: Bounds | None = None,
+    swaps: int = SWAPS,
+    seed: int = 0,
+    deadline: float = np.inf,
+) -> Placement:
+    """Return a placement with few distinct GPUs and nodes a token, in no layer slower than packing by the model.
+
+    In each layer what `search` finds with the first of ``LOAD_WEIGHTS`` whose time `traffic.step` models as shorter
+    than that of longest-first packing by ``MARGIN``; if there is none, the packing. With several nodes it may be longer
+    by ``NODE_SLACK``. It is so by the mean of the samples of the load, not on other tokens.
+
+    Parameters
+    ----------
+    profile : Profile
+        With the trace that it counts.
+    costs : Runtime
+        Of the modelled step; its links say which GPUs are one node.
+    bounds : Bounds, optional
+        Of the packing, by default `bounds.equal`.
+    swaps : int
+        Swaps tried in a layer.
+    seed : int
+        The same seed finds the same placement, unless the time limit cuts the search.
+    deadline : float
+        Of `time.perf_counter`: there the search is cut.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the profile has no trace, there are more GPUs than experts, or a number is out of range.
+    """
+    packed = baselines.greedy(profile, costs.on.num_gpus, bounds)
+    slack = NODE_SLACK if costs.on.num_nodes > 1 else -MARGIN
+    most, best = _layers_ms(profile, packed, costs, seed) * (1 + slack), packed.assignment.copy()
+    left = np.arange(profile.layers)  # layers that still have the packing
+    for load_weight in LOAD_WEIGHTS:
+        found = search(profile, packed, costs.on.num_nodes, load_weight, swaps, seed, deadline, left)
+        faster = left[_layers_ms(profile, found, costs, seed)[left] <= most[left]]
+        best[faster] = found.assignment[faster]
+        left = np.setdiff1d(left, faster)
+        if not len(left) or time.perf_counter() > deadline:
+            break
+    return Placement(best, packed.num_gpus, packed.model)
+
+
+def search(
+    profile: Profile,
+    start: Placement,
+    num_nodes: int = 1,
+    load_weight: float = LOAD_WEIGHTS[0],
+    swaps: int = SWAPS,
+    seed: int = 0,
+    deadline: float = np.inf,
+    layers: Sequence[int] | np.ndarray | None = None,
+) -> Placement:
+    """Search layers from ``start``, by default all of them, without the comparison of steps.
+
+    ``load_weight`` is what the fullest GPU's load over the mean counts for, in distinct GPUs a token. Each layer has
+    its share of the time that is left. Other parameters as in `dedup`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `dedup`, or if the start is of other sizes.
+    """
+    trace = profile.traced()
+    start.check_fits(profile.layers, profile.E, profile.model)
+    checks.check_positive("load_weight", load_weight)
+    checks.check_int("swaps", swaps, 0)
+    chosen = list(range(profile.layers) if layers is None else layers)
+    threads = 1 if parent_process() else os.cpu_count() or 1
+    G = start.num_gpus
+    used = sampled_loads(trace, SAMPLES, STRETCH, seed) * G  # (samples, layers, E)
+    share = trace.topk.shape[2] / profile.E  # of the tokens, that an expert has in the mean
+
+    def layer(l):
+        now, rounds = time.perf_counter(), -(-(len(chosen) - chosen.index(l)) // threads)
+        sets = token_sets(trace.topk[:, l], profile.E)
+        return anneal_layer(
+            start.assignment[l].astype(np.int64),
+            sets,
+            np.ascontiguousarray(used[:, l].T),
+            G,
+            G // num_nodes,
+            load_weight,
+            NODE_WEIGHT if num_nodes > 1 else 0.0,
+            max(trace.tokens, 1),
+            HOT * share,
+            COLD * share,
+            swaps,
+            1000 * seed + l,
+            now + (deadline - now) / rounds,
+        )
+
+    found = start.assignment.copy()
+    with ThreadPoolExecutor(threads) as pool:
+        for l, (gpus, _) in zip(chosen, pool.map(layer, chosen), strict=True):
+            found[l] = gpus
+    return Placement(found, G, start.model)
+
+
+def sampled_loads(trace: RoutingTrace, samples: int, stretch: float, seed: int) -> np.ndarray:
+    """Each expert's share of the rows of random samples of the sequences, (samples, layers, E) float64.
+
+    A sample draws as many sequences as there are, with repetition. The mean over the samples is that of the trace
+    itself, and what a sample differs by from it is ``stretch`` times as much as drawn. A trace without `seq` is cut
+    into ``SLICES``.
+    """
+    tokens, layers, k = trace.topk.shape
+    seq = np.arange(tokens) * SLICES // max(tokens, 1) if trace.seq is None else trace.seq
+    _, sequence = np.unique(seq, return_inverse=True)
+    number, E = int(sequence.max(initial=0)) + 1, trace.num_experts
+    drawn = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / number), samples).astype(np.float64)
+    shares = np.empty((samples, layers, E))
+    for l in range(layers):
+        counts = np.bincount((sequence[:, None] * E + trace.topk[:, l]).ravel(), minlength=number * E).reshape(-1, E)
+        each, whole = drawn @ counts, counts.sum(axis=0) / max(tokens * k, 1)
+        each /= np.maximum(each.sum(axis=1, keepdims=True), 1)
+        shares[:, l] = whole + stretch * (each - each.mean(axis=0))
+    return shares
+
+
+def _layers_ms(profile, placement, costs, seed):
+    """The modelled step, layer by layer, with the loads of other samples than those that were searched."""
+    trace, G = profile.traced(), placement.num_gpus
+    shares = placement.shares()
+    sampled = sampled_loads(trace, SAMPLES, STRETCH, seed + 2**31)
+    fullest = np.mean([balance((part[:, None, :] @ shares)[:, 0]) for part in sampled], axis=0)  # (layers,)
+    rows = np.outer(fullest, np.full(G, trace.tokens * trace.topk.shape[2] / G))  # all as full as the fullest
+    found = step(rows, visits(trace, shares), trace.tokens, costs)
+    return 1e3 * (found.compute_s + found.transfer_s)
