@@ -24,6 +24,7 @@ import numpy as np
 
 from moeblaze_ref.core import checks, records
 from moeblaze_ref.core.traces import MAX_IDS, NPY, RoutingTrace
+from moeblaze_ref.placement.synthetic import trace_or_synthetic
 from moeblaze_ref.placement.targets import load_tensors
 
 Array = np.ndarray
@@ -86,6 +87,23 @@ def read(path: Path, source: str, num_experts: int | None = None, model: str = "
     return Recorded(trace, tuple(np.flatnonzero(dense).tolist()), choices.left_out)
 
 
+def recorded_or_synthetic(
+    path: Path | None, source: str | None, size: str | None, num_experts: int | None = None, model: str | None = None
+) -> Recorded:
+    """Read a runtime's record; where no source is named, as `synthetic.trace_or_synthetic`.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        If a source is named without a file, or as in `read` and `synthetic.trace_or_synthetic`.
+    """
+    if source is None:
+        return Recorded(trace_or_synthetic(path, size, num_experts, model), (), 0)
+    if path is None or size is not None:
+        raise ValueError(f"the source {source} is that of a recorded trace: name its file, and no synthetic one")
+    return read(path, source, num_experts, model or "")
+
+
 def _columns(ids: Array) -> int:
     """k: a record may have more columns than the model has choices, and then the last ones hold nothing above 0."""
     used = np.flatnonzero((ids > 0).any(axis=(0, 1)))
@@ -94,7 +112,7 @@ def _columns(ids: Array) -> int:
 
 def _is_dense(ids: Array) -> Array:
     """(layers,): a layer without experts has no id above 0."""
-    return ~(ids > 0).any(axis=(0, 2))
+    return np.logical_not((ids > 0).any(axis=(0, 2)))
 
 
 def _vllm(path: Path) -> _Choices:

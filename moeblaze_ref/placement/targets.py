@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moeblaze_ref.core import checks, records
-from moeblaze_ref.placement.maps import Placement, from_hosts
+from moeblaze_ref.placement import maps
+from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.maps import Placement
 
 Array = np.ndarray
 EPLB_TENSORS = ("phy2log", "log2phy", "logcnt")  # as rebalance_experts names what it returns
@@ -68,12 +70,18 @@ def with_dense_layers(places: Array, dense: Sequence[int]) -> Array:
         If one of ``dense`` is named twice, or is none of the model's layers.
     """
     layers = len(places) + len(dense)
-    numbers = [checks.check_int("a dense layer", layer, 0, layers - 1) for layer in dense]
-    if len(set(numbers)) < len(numbers):
-        raise ValueError(f"the dense layers are {numbers}, but each may be named once")
+    check_dense(dense, layers)
     out = np.broadcast_to(np.arange(places[0].size).reshape(places[0].shape), (layers, *places[0].shape)).copy()
-    out[np.setdiff1d(np.arange(layers), numbers)] = places
+    out[np.setdiff1d(np.arange(layers), dense)] = places
     return out
+
+
+def check_dense(dense: Sequence[int], layers: int) -> None:
+    """Layers without experts are layers of the model, each named once."""
+    for layer in dense:
+        checks.check_int("a dense layer", layer, 0, layers - 1)
+    if len(set(dense)) < len(dense):
+        raise ValueError(f"the dense layers are {list(dense)}, but each may be named once")
 
 
 def save(path: Path, target: str, placement: Placement, dense: Sequence[int] = (), force: bool = False) -> None:
@@ -123,7 +131,88 @@ def load(path: Path, target: str, num_gpus: int, dense: Sequence[int] = (), mode
     layers, places = flat.shape
     if places % checks.check_int("num_gpus", num_gpus, 1):
         raise ValueError(f"{Path(path).name} has {places} places, but {num_gpus} GPUs need a multiple of {num_gpus}")
-    return from_hosts(flat.reshape(layers, num_gpus, -1).tolist(), int(flat.max()) + 1, model)
+    return maps.from_hosts(flat.reshape(layers, num_gpus, -1).tolist(), int(flat.max()) + 1, model)
+
+
+class Output(NamedTuple):
+    """A map that is to be written."""
+
+    path: Path
+    target: str | None  #: one of ``TARGETS``, or None for our own npz
+    dense: tuple[int, ...]
+
+    def load(self, path: Path) -> Any:
+        """Read a file of the kind that is to be written."""
+        return maps.load(path) if self.target is None else check_target(self.target, path).load(path)
+
+    def save(self, placement: Placement, force: bool) -> None:
+        """Write the map; errors as in `maps.save` and `save`."""
+        if self.target is None:
+            maps.save(self.path, placement, force)
+        else:
+            save(self.path, self.target, placement, self.dense, force)
+
+
+def planned(path: Path | None, target: str | None, dense: tuple[int, ...] = ()) -> Output | None:
+    """What is to be written, or None where no path is named.
+
+    Raises
+    ------
+    ValueError
+        If a target is named without a path, or as in `check_target`.
+    """
+    if target is not None:
+        if path is None:
+            raise ValueError(f"a map for {target} needs a file to be written to: name it by --out")
+        check_target(target, path)
+    return None if path is None else Output(path, target, dense)
+
+
+def dense_layers(
+    text: str | None, target: str | None, moe_layers: int, recorded: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """A model's layers without experts, from text such as "0-2,5"; where there is no text, those that were recorded.
+
+    Raises
+    ------
+    ValueError
+        If the text is not so, names none of the model's layers, the target does not count these layers, or other layers
+        were recorded.
+    """
+    if text is None:
+        return recorded
+    if target is None or not (target in TARGETS and TARGETS[target].counts_dense_layers):
+        raise ValueError(f"dense layers are {text}, but only a map for sglang counts them: name it by --to")
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first)):
+            raise ValueError(f"dense layers are {text!r}, but they must be numbers or ranges, such as 0-2 or 0,3")
+        found += range(int(first), int(last or first) + 1)
+    if recorded and tuple(found) != recorded:
+        raise ValueError(f"dense layers are {text}, but the record has none of the layers {list(recorded)}")
+    check_dense(found, moe_layers + len(found))
+    return tuple(found)
+
+
+def check_even(num_experts: int, num_gpus: int, bounds: Bounds | None) -> None:
+    """Every GPU gets as many experts, as the runtimes need it.
+
+    Raises
+    ------
+    ValueError
+        If the GPUs do not divide the experts, or the bounds allow other numbers.
+    """
+    if num_experts % num_gpus:
+        raise ValueError(
+            f"{num_experts} experts do not go evenly on {num_gpus} GPUs, but the runtimes need as many on each"
+        )
+    even = num_experts // num_gpus
+    if bounds is not None and (bounds.least, bounds.most) != (even, even):
+        raise ValueError(
+            f"{bounds.least} to {bounds.most} experts on a GPU are allowed, but the runtimes need as many on each: "
+            f"leave --experts-per-gpu out, or name {even}:{even}"
+        )
 
 
 def check_target(target: str, path: Path) -> "Target":

@@ -1,18 +1,13 @@
-"""Maps in the files of serving runtimes: written, read again, and read by SGLang's own code where its wheel is here."""
+"""Maps in the files of serving runtimes, written and read again; tests/foreign has SGLang's own code read them."""
 
 import json
-import sys
-import types
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.placement import maps, targets
 
-READER = ROOT / "build" / "sglang" / "expert_location.py"
 SUFFIX = {name: form.suffixes[0] for name, form in targets.TARGETS.items()}
 
 
@@ -138,56 +133,3 @@ def test_another_file_is_kept(placed, tmp_path):
     assert path.read_text() == '{"mine": 1}'
     targets.save(path, "sglang", placed, force=True)
     targets.save(path, "sglang", placed)  # its own kind
-
-
-# SGLang's own reader -------------------------------------------------------------------------------------------------
-
-
-class Anything(types.ModuleType):
-    """A module with every name, for what the reader imports and does not call here."""
-
-    def __getattr__(self, name):
-        return SimpleNamespace
-
-
-@pytest.fixture
-def reader(monkeypatch):
-    """SGLang's ``expert_location.py``, without the runtime around it."""
-    if not READER.exists():
-        pytest.skip("the wheel of sglang 0.5.23 is not here: `make build/sglang` fetches it")
-    moe = SimpleNamespace(moe_a2a_backend="none", ep_dispatch_algorithm=None, ep_num_redundant_experts=0)
-    context = Anything("sglang.srt.runtime_context")
-    context.get_exec = lambda: SimpleNamespace(moe=moe)
-    context.get_device = lambda: SimpleNamespace(device="cpu")
-    context.get_parallel = lambda: SimpleNamespace(ep_size=4, elastic_ep_initial_size=None)
-    for name in ("sglang", "sglang.srt"):
-        monkeypatch.setitem(sys.modules, name, Anything(name))
-    monkeypatch.setitem(sys.modules, context.__name__, context)
-    module = types.ModuleType("expert_location")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(READER.read_text(), READER, "exec"), vars(module))
-    module.moe = moe
-    return module
-
-
-def test_sglang_finds_every_expert_on_its_gpu(reader, placed, tmp_path, monkeypatch):
-    """As the server begins with ``--init-expert-location map.json``, for a model whose first layer has no experts."""
-    reader.moe.init_expert_location = str(tmp_path / "map.json")
-    model = SimpleNamespace(num_layers=4, num_logical_experts=8, num_groups=None)
-    of_model = SimpleNamespace(from_model_config=lambda config: model)
-    monkeypatch.setattr(reader, "ModelConfigForExpertLocation", of_model)
-    targets.save(tmp_path / "map.json", "sglang", placed, dense=(0,))
-    metadata = reader.compute_initial_expert_location_metadata(None, moe_ep_rank=0)
-    assert (metadata.num_layers, metadata.num_physical_experts, metadata.num_local_physical_experts) == (4, 8, 2)
-    on = [[metadata.logical_to_all_physical(layer, expert) for expert in range(8)] for layer in range(4)]
-    np.testing.assert_array_equal(np.array(on)[1:, :, 0] // 2, placed.assignment)
-
-
-def test_sglang_takes_the_tensors_of_eplb(reader, placed, tmp_path):
-    path = tmp_path / "map.pt"
-    targets.save(path, "eplb", placed)
-    found = torch.load(path, weights_only=True)
-    metadata = reader.ExpertLocationMetadata._init_raw(4, found["phy2log"], found["log2phy"], moe_ep_rank=0)
-    assert (metadata.num_physical_experts, metadata.num_local_physical_experts, metadata.num_layers) == (8, 2, 3)
-    on = [[metadata.logical_to_all_physical(layer, expert) for expert in range(8)] for layer in range(3)]
-    np.testing.assert_array_equal(np.array(on)[:, :, 0] // 2, placed.assignment)
