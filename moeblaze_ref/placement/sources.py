@@ -7,7 +7,7 @@ What each runtime writes was read in the release that is named:
   server's responses, one a line: there the array is an npy file in base64.
 - ``sglang``: SGLang 0.5.23, what ``_DetailAccumulator.dump`` of ``srt/eplb/expert_distribution.py`` writes with
   ``--expert-distribution-recorder-mode per_token``. Its ids are those of places. Of a decode it says which tokens it
-  holds, but not of which requests: these are left out. A piece of a prompt counts as a sequence.
+  holds, but not of which requests: these are left out. A chunk of a prompt counts as a sequence.
 
 Both record all layers of a model, those without experts too. These hold no choice, and are left out of the trace.
 """
@@ -181,12 +181,12 @@ def _sglang(path: Path) -> _Choices:
         if passed["extend_seq_lens"] is None:
             left_out += physical.shape[1]
             continue
-        pieces = records.check_list("extend_seq_lens", passed["extend_seq_lens"])
-        if sum(pieces) != physical.shape[1]:
+        of_prompts = records.check_list("extend_seq_lens", passed["extend_seq_lens"])
+        if sum(of_prompts) != physical.shape[1]:
             raise ValueError(
-                f"records[{number}] has {physical.shape[1]} tokens, but extend_seq_lens add up to {sum(pieces)}"
+                f"records[{number}] has {physical.shape[1]} tokens, but extend_seq_lens add up to {sum(of_prompts)}"
             )
-        lengths += pieces
+        lengths += of_prompts
         ids.append(physical.swapaxes(0, 1))
     if not ids:
         raise ValueError(f"{path.name} holds no prefill: of {left_out} tokens of decodes no request is known")
