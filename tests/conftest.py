@@ -1,7 +1,7 @@
-"""A test that did not run has failed, unless it needs a GPU and there is none.
+"""A test that did not run has failed, unless it needs a GPU, or another project's code, and there is none.
 
-Outside tests/gpu/ every skip and every xfail, at collection too, is reported as a failure.
-Inside it they are allowed only where CUDA's driver finds no device.
+Every skip and every xfail, at collection too, is reported as a failure. Two folders are excused. In tests/gpu/ they are
+allowed where CUDA's driver finds no device, and in tests/foreign/ where no wheel was fetched into build/sglang.
 """
 
 import gc
@@ -14,24 +14,35 @@ import pytest
 
 from moeblaze_ref.core.devices import cuda_device_count
 
-GPU_TESTS = Path(__file__).parent / "gpu"
+TESTS = Path(__file__).parent
+WHEELS = TESTS.parent / "build" / "sglang"
+EXCUSED = {  # folders, and when their tests need not run
+    TESTS / "gpu": lambda: cuda_device_count() == 0,
+    TESTS / "foreign": lambda: not any(WHEELS.glob("*.whl")),
+}
 
 # The cores are taken by as many processes: threads of each would wait for one another. Read when torch is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def is_excused(path):
+    """Whether a test or a module at ``path`` need not run."""
+    return any(path.is_relative_to(folder) and excuse() for folder, excuse in EXCUSED.items())
+
+
 def fail_if_skipped(report, path):
     """The report of a test or a module at ``path``, turned into a failure if it did not run without excuse."""
     xfail = hasattr(report, "wasxfail")
-    if not (report.skipped or xfail) or (path.is_relative_to(GPU_TESTS) and cuda_device_count() == 0):
+    if not (report.skipped or xfail) or is_excused(path):
         return report
     reason = f"xfail {report.wasxfail}".strip() if xfail else report.longrepr[2]
     if xfail:
         del report.wasxfail  # pytest counts no report that has it as a failure
     report.outcome = "failed"
     report.longrepr = (
-        f"{report.nodeid} did not run ({reason}); only tests in tests/gpu may be skipped, and only without a GPU"
+        f"{report.nodeid} did not run ({reason}); only tests in tests/gpu may be skipped, without a GPU, and those in "
+        "tests/foreign without the wheel"
     )
     return report
 

@@ -24,11 +24,14 @@ DID_NOT_RUN = {
 
 @pytest.fixture(params=[0, 2], ids="{} workers".format)
 def run(request, pytester, monkeypatch):
-    """Runs pytest over test files with these texts, under conftest.py, on a machine with or without a GPU."""
+    """Runs pytest over test files with these texts, under conftest.py, on a machine with or without a GPU or wheel."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # half the time
 
-    def run_all(*bodies, folder=".", gpu=False):
-        pytester.makeconftest(f"{CONFTEST}\n\ndef cuda_device_count(): return {int(gpu)}\n")
+    def run_all(*bodies, folder=".", gpu=False, wheel=False):
+        if wheel:
+            pytester.mkdir("wheels").joinpath("sglang-1-any.whl").touch()
+        pretended = f"def cuda_device_count(): return {int(gpu)}\n\nWHEELS = TESTS / 'wheels'\n"
+        pytester.makeconftest(f"{CONFTEST}\n\n{pretended}")
         for number, body in enumerate(bodies):
             test_file = pytester.path / folder / f"test_{number}.py"
             test_file.parent.mkdir(exist_ok=True)
@@ -69,3 +72,15 @@ def test_without_a_gpu_its_modules_may_be_skipped(run):
 @pytest.mark.parametrize("body", [DID_NOT_RUN["mark.skip"], DID_NOT_RUN["importorskip"]])
 def test_with_a_gpu_its_tests_must_run(run, body):
     assert run(body, folder="gpu", gpu=True).ret in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
+
+
+def test_without_the_wheel_tests_of_other_projects_may_be_skipped(run):
+    assert run(DID_NOT_RUN["skip in a fixture"], folder="foreign").ret == pytest.ExitCode.OK
+
+
+def test_with_the_wheel_they_must_run(run):
+    assert run(DID_NOT_RUN["skip in a fixture"], folder="foreign", wheel=True).ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_the_wheel_excuses_no_other_test(run):
+    assert run(DID_NOT_RUN["mark.skip"]).ret == pytest.ExitCode.TESTS_FAILED

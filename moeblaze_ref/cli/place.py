@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moeblaze_ref.cli.shared import AsJson, Force, print_plots, show, to_file, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, print_note, print_plots, show, to_file, user_errors
 from moeblaze_ref.core import checks, progress, provenance, records, source_hashes
 from moeblaze_ref.core.checks import MAX_EXPERTS
 
@@ -18,6 +18,9 @@ def place(
     gpus: Annotated[int, typer.Option(help="Number of GPUs.", max=MAX_EXPERTS)],
     trace: Annotated[
         Path | None, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="Runtime that recorded the file of --trace: vllm or sglang.")
     ] = None,
     synthetic: Annotated[
         str | None,
@@ -72,6 +75,13 @@ def place(
     out: Annotated[
         Path | None, to_file(help="Write the map of the method that is fastest by the objective, fitted to split 0.")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option("--to", help="Write --out as a runtime reads it: sglang, ascend or eplb.")
+    ] = None,
+    dense_layers: Annotated[
+        str | None,
+        typer.Option(help="With --to: the model's layers without experts, such as 0-2 or 0,3. A record names its own."),
+    ] = None,
     plots: Annotated[
         Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")
     ] = None,
@@ -86,16 +96,18 @@ def place(
     Whatever is repeatable may also be one list with commas.
     """
     from moeblaze_ref.core import figures
-    from moeblaze_ref.placement import bounds, joint, maps, methods, report, simulate, traffic
+    from moeblaze_ref.placement import bounds, joint, methods, report, simulate, sources, targets, traffic
     from moeblaze_ref.placement.expand import expanded
-    from moeblaze_ref.placement.synthetic import trace_or_synthetic
 
     with user_errors():
         pictures = figures.pictures(plots, PLOTS)
         records.check_distinct({"--out": [out], "--record": [record], "--plots": pictures})
         checks.check_name("objective", objective, methods.OBJECTIVES)
         asked = methods.named(method or ["all"])
-        routed = expanded(trace_or_synthetic(trace, synthetic, num_experts, model), expand)
+        recorded = sources.recorded_or_synthetic(trace, source, synthetic, num_experts, model)
+        if recorded.left_out:
+            print_note(f"{recorded.left_out} recorded tokens are left out: padding, or decodes of unknown requests")
+        routed = expanded(recorded.trace, expand)
         on, costs = simulate.cluster(topology, gpus, d, h), traffic.runtime(topology, gpus, d, h)
         options = methods.Options(bounds.parse(experts_per_gpu), solver, time_limit, limit, costs=costs)
         skipped = methods.too_large(asked, gpus)
@@ -103,8 +115,12 @@ def place(
         work = methods.jobs(routed, on, chosen, splits, options, tokens)
         shown = (plots or record) and splits and "joint" in chosen
         curve = methods.curve(routed, on, options, tokens=tokens) if shown else []
-        if out:
-            records.check_writable(out, maps.load, force)
+        dense = targets.dense_layers(dense_layers, target, routed.topk.shape[1], recorded.dense)
+        output = targets.planned(out, target, dense)
+        if target:
+            targets.check_even(routed.num_experts, gpus, options.bounds)
+        if output:
+            records.check_writable(output.path, output.load, force)
         if record:
             provenance.check_place(record, "place", force)
         if plots:
@@ -115,8 +131,8 @@ def place(
         rows = methods.medians(trials)
         caption = report.evaluated_on(splits, gpus, tokens)
         show(as_json, [row.as_dict() for row in rows], functools.partial(report.table, rows, caption))
-        if out:
-            maps.save(out, methods.fastest_map(trials, objective), force)
+        if output:
+            output.save(methods.fastest_map(trials, objective), force)
         along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve, jobs), strict=False))
         if plots:
             written = figures.save_all(_drawn(trials, list(along.values())), plots, force)

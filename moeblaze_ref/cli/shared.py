@@ -64,6 +64,11 @@ def print_plots(written: list[Path], none: str = ""):
     Console(stderr=True).print(f"plots: {', '.join(map(str, written)) or none}", soft_wrap=True)
 
 
+def print_note(message: str):
+    """Print on stderr, without markup, what a user should know of a result."""
+    Console(stderr=True).print(f"note: {message}", highlight=False, soft_wrap=True, markup=False)
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """Turn a wrong name, size or path into an error message without a traceback, and exit with status 2."""

@@ -1,0 +1,211 @@
+"""Routing that serving runtimes record, as a trace.
+
+What each runtime writes was read in the release that is named:
+
+- ``vllm``: vLLM 0.33.0 with ``enable_return_routed_experts``. ``CompletionOutput.routed_experts`` of
+  ``vllm/outputs.py`` is an array (tokens, layers, k) for each request. The file is an npz of such arrays, or the
+  server's responses, one a line: there the array is an npy file in base64.
+- ``sglang``: SGLang 0.5.23, what ``_DetailAccumulator.dump`` of ``srt/eplb/expert_distribution.py`` writes with
+  ``--expert-distribution-recorder-mode per_token``. Its ids are those of places. Of a decode it says which tokens it
+  holds, but not of which requests: these are left out. A chunk of a prompt counts as a sequence.
+
+Both record all layers of a model, those without experts too. These hold no choice, and are left out of the trace.
+"""
+
+import base64
+import binascii
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moeblaze_ref.core import checks, records
+from moeblaze_ref.core.traces import MAX_IDS, NPY, RoutingTrace
+from moeblaze_ref.placement.synthetic import trace_or_synthetic
+from moeblaze_ref.placement.targets import load_tensors
+
+Array = np.ndarray
+
+
+class Recorded(NamedTuple):
+    """What a runtime recorded."""
+
+    trace: RoutingTrace
+    dense: tuple[int, ...]  #: the model's layers without experts, counted among all layers
+    left_out: int  #: tokens of which no request is known, or of which nothing was recorded
+
+
+class _Choices(NamedTuple):
+    """Ids as a runtime records them, with what is no choice in them."""
+
+    ids: Array  #: (tokens, layers, columns) int64; what holds no choice is 0 or -1
+    seq: Array  #: (tokens,) int64
+    left_out: int = 0
+    logical: Array | None = None  #: (layers, places) int64, if the ids are those of places
+
+
+def read(path: Path, source: str, num_experts: int | None = None, model: str = "") -> Recorded:
+    """A runtime's record as a trace.
+
+    Parameters
+    ----------
+    path : Path
+    source : str
+        One of ``SOURCES``.
+    num_experts : int, optional
+        E; otherwise one more than the largest id.
+    model : str
+        Whose routing it is.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError, TypeError
+        If the source is unknown, the file is none of it, or holds no choices of experts: the message names the element.
+    """
+    path = Path(path)
+    choices = SOURCES[checks.check_name("source", source, SOURCES)](path)
+    if not choices.ids.size:
+        raise ValueError(f"{path.name} holds no token whose experts were recorded")
+    ids = choices.ids[:, :, : _columns(choices.ids)]  # (tokens, layers, k)
+    dense = _is_dense(ids)  # (layers,)
+    if dense.all():
+        raise ValueError(f"{path.name} holds no choice of experts: every id is 0 or -1")
+    if choices.logical is not None:
+        ids = _logical(ids, choices.logical)
+    topk = ids[:, ~dense]
+    if num_experts is None:
+        num_experts = int(topk.max()) + 1
+    checks.check_int("num_experts", num_experts, 1, MAX_IDS)
+    checks.check_index("the ids", topk, num_experts, "experts")
+    info = {"source": source, "file": path.name}
+    trace = RoutingTrace(np.ascontiguousarray(topk, np.int16), num_experts, choices.seq, model=model, info=info)
+    return Recorded(trace, tuple(np.flatnonzero(dense).tolist()), choices.left_out)
+
+
+def recorded_or_synthetic(
+    path: Path | None, source: str | None, size: str | None, num_experts: int | None = None, model: str | None = None
+) -> Recorded:
+    """Read a runtime's record; where no source is named, as `synthetic.trace_or_synthetic`.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        If a source is named without a file, or as in `read` and `synthetic.trace_or_synthetic`.
+    """
+    if source is None:
+        return Recorded(trace_or_synthetic(path, size, num_experts, model), (), 0)
+    if path is None or size is not None:
+        raise ValueError(f"the source {source} is that of a recorded trace: name its file, and no synthetic one")
+    return read(path, source, num_experts, model or "")
+
+
+def _columns(ids: Array) -> int:
+    """k: a record may have more columns than the model has choices, and then the last ones hold nothing above 0."""
+    used = np.flatnonzero((ids > 0).any(axis=(0, 1)))
+    return int(used[-1]) + 1 if len(used) else 1
+
+
+def _is_dense(ids: Array) -> Array:
+    """(layers,): a layer without experts has no id above 0."""
+    return np.logical_not((ids > 0).any(axis=(0, 2)))
+
+
+def _vllm(path: Path) -> _Choices:
+    requests = list(_requests_of_npz(path) if path.suffix == ".npz" else _requests_of_responses(path))
+    if not requests:
+        raise ValueError(f"{path.name} holds no request")
+    for name, ids in requests:
+        checks.check_array(name, ids, 3, ("uint8", "uint16", "int32", "int64"), contiguous=False)
+        checks.check_shape(
+            name, ids, dict(zip(("tokens", "layers", "k"), (None, *requests[0][1].shape[1:]), strict=True))
+        )
+    lengths = [len(ids) for _, ids in requests]
+    ids = np.concatenate([ids.astype(np.int64) for _, ids in requests])
+    return _Choices(ids, np.repeat(np.arange(len(requests)), lengths))
+
+
+def _requests_of_npz(path: Path) -> Iterator[tuple[str, Array]]:
+    with path.open("rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                yield from [(name, arrays[name]) for name in arrays.files]
+        except Exception:  # what zipfile, zlib and numpy raise of a damaged file has no other type in common
+            raise ValueError(f"{path.name} is no npz of plain arrays") from None
+
+
+def _requests_of_responses(path: Path) -> Iterator[tuple[str, Array]]:
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        name = f"line {number}"
+        try:
+            response = json.loads(line)
+        except ValueError:
+            raise ValueError(f"{name} of {path.name} is no JSON, but each must be a response of the server") from None
+        choices = records.check_object(name, response, {"choices"})["choices"]
+        for one, choice in enumerate(records.check_list(f"choices of {name}", choices)):
+            where = f"{name}, choice {one}"
+            yield where, _decoded(where, records.check_object(where, choice, {"routed_experts"})["routed_experts"])
+
+
+def _decoded(name: str, text: Any) -> Array:
+    if text is None:
+        raise ValueError(f"{name} has no routed_experts: start the server with --enable-return-routed-experts")
+    try:
+        content = base64.b64decode(text, validate=True)
+        if not content.startswith(NPY):
+            raise ValueError
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except (TypeError, ValueError, EOFError, binascii.Error):
+        raise ValueError(f"routed_experts of {name} is no npy file in base64") from None
+
+
+def _sglang(path: Path) -> _Choices:
+    found = load_tensors(path)
+    if "logical_count" in found:
+        raise ValueError(
+            f"{path.name} holds counts, not choices: read it with --from counts, or record in mode per_token"
+        )
+    if missing := {"records", "last_physical_to_logical_map"} - found.keys():
+        raise ValueError(f"{path.name} has no {', '.join(sorted(missing))}, as SGLang's records of mode per_token have")
+    logical = np.asarray(found["last_physical_to_logical_map"]).astype(np.int64)  # (layers, places)
+    ids, lengths, left_out = [], [], 0
+    for number, passed in enumerate(records.check_list("records", found["records"])):
+        passed = records.check_object(f"records[{number}]", passed, {"topk_ids_of_layer", "extend_seq_lens"})
+        physical = np.asarray(passed["topk_ids_of_layer"]).astype(np.int64)  # (layers, tokens, columns)
+        checks.check_shape("topk_ids_of_layer", physical, {"layers": len(logical), "tokens": None, "columns": None})
+        checks.check_index("topk_ids_of_layer", np.maximum(physical, 0), logical.shape[1], "physical experts")
+        if passed["extend_seq_lens"] is None:
+            left_out += physical.shape[1]
+            continue
+        of_prompts = records.check_list("extend_seq_lens", passed["extend_seq_lens"])
+        if sum(of_prompts) != physical.shape[1]:
+            raise ValueError(
+                f"records[{number}] has {physical.shape[1]} tokens, but extend_seq_lens add up to {sum(of_prompts)}"
+            )
+        lengths += of_prompts
+        ids.append(physical.swapaxes(0, 1))
+    if not ids:
+        raise ValueError(f"{path.name} holds no prefill: of {left_out} tokens of decodes no request is known")
+    seq = np.repeat(np.arange(len(lengths)), lengths)
+    return _without_padding(_Choices(np.concatenate(ids), seq, left_out, logical))
+
+
+def _logical(ids: Array, logical: Array) -> Array:
+    """The logical experts in places ``ids`` (tokens, layers, k), by a map (layers, places); what is below 0 stays."""
+    flat = np.maximum(ids, 0).swapaxes(0, 1).reshape(len(logical), -1)  # (layers, tokens * k)
+    found = np.take_along_axis(logical, flat, axis=1).reshape(len(logical), len(ids), -1)
+    return np.where(ids >= 0, found.swapaxes(0, 1), ids)
+
+
+def _without_padding(choices: _Choices) -> _Choices:
+    """Leave out tokens without any choice: a batch may be padded."""
+    chosen = (choices.ids >= 0).any(axis=(1, 2))
+    left_out = choices.left_out + int((~chosen).sum())
+    return choices._replace(ids=choices.ids[chosen], seq=choices.seq[chosen], left_out=left_out)
+
+
+SOURCES: dict[str, Callable[[Path], _Choices]] = {"vllm": _vllm, "sglang": _sglang}

@@ -1,0 +1,102 @@
+"""``moeblaze place`` from a runtime's record to a runtime's map."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from runtime_records import of_sglang, of_vllm, saved_as_responses
+from test_cli import moeblaze
+
+from moeblaze_ref.placement import maps, targets
+
+FAST = ("--gpus", 2, "--method", "greedy,contiguous")
+
+
+@pytest.fixture
+def routed(tmp_path):
+    """Responses of vLLM to two requests of a model with 5 layers; those without experts are 0 and 3."""
+    saved_as_responses(tmp_path / "routed.jsonl", of_vllm()[0])
+    return tmp_path / "routed.jsonl"
+
+
+def placed(*arguments):
+    result = moeblaze("place", *FAST, *arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def refused(*arguments):
+    result = moeblaze("place", *FAST, *arguments)
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_a_record_becomes_a_map_for_a_runtime(target, routed, tmp_path):
+    out = tmp_path / f"map{targets.TARGETS[target].suffixes[0]}"
+    of_routing = ("--trace", routed, "--from", "vllm")
+    placed(*of_routing, "--out", tmp_path / "map.npz")
+    placed(*of_routing, "--to", target, "--out", out)
+    placed(*of_routing, "--to", target, "--out", out)  # its own kind is replaced
+    dense = (0, 3) if target == "sglang" else ()
+    found = targets.load(out, target, 2, dense).assignment
+    np.testing.assert_array_equal(found, maps.load(tmp_path / "map.npz").assignment)
+
+
+def test_layers_without_experts_can_be_named(tmp_path):
+    placed(
+        "--synthetic", "4x8x2", "--splits", 0, "--to", "sglang", "--dense-layers", "0-1,4", "--out", tmp_path / "m.json"
+    )
+    rows = json.loads((tmp_path / "m.json").read_text())["physical_to_logical_map"]
+    assert len(rows) == 7 and rows[0] == rows[1] == rows[4] == list(range(8))
+
+
+def test_what_is_left_out_of_a_record_is_said(tmp_path):
+    torch.save(of_sglang()[0], tmp_path / "record.pt")
+    result = placed("--trace", tmp_path / "record.pt", "--from", "sglang")
+    assert "note: 6 recorded tokens are left out: padding, or decodes of unknown requests" in result.stderr
+
+
+SYNTHETIC = ("--synthetic", "4x8x2", "--splits", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*SYNTHETIC, "--from", "vllm"), "the source vllm is that of a recorded trace"),
+        (("--from", "vllm"), "the source vllm is that of a recorded trace"),
+        ((*SYNTHETIC, "--to", "sglang"), "a map for sglang needs a file to be written to: name it by --out"),
+        ((*SYNTHETIC, "--to", "vllm", "--out", "m.json"), "vllm is no target: vLLM 0.33.0 reads no map from a file"),
+        ((*SYNTHETIC, "--to", "sglang", "--out", "m.npz"), "m.npz does not end in .json, as sglang needs it"),
+        ((*SYNTHETIC, "--to", "ascend", "--dense-layers", "0", "--out", "m.json"), "only a map for sglang counts them"),
+        ((*SYNTHETIC, "--dense-layers", "0", "--out", "m.npz"), "only a map for sglang counts them"),
+        ((*SYNTHETIC, "--to", "sglang", "--dense-layers", "2-1", "--out", "m.json"), "such as 0-2 or 0,3"),
+        ((*SYNTHETIC, "--to", "sglang", "--dense-layers", "x", "--out", "m.json"), "such as 0-2 or 0,3"),
+        (
+            ("--synthetic", "4x9x2", "--splits", 0, "--to", "eplb", "--out", "m.pt"),
+            "9 experts do not go evenly on 2 GPUs",
+        ),
+        (
+            (*SYNTHETIC, "--to", "eplb", "--out", "m.pt", "--experts-per-gpu", "1:8"),
+            "1 to 8 experts on a GPU are allowed, but the runtimes need as many on each: leave --experts-per-gpu out, "
+            "or name 4:4",
+        ),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(*arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_names_other_dense_layers_is_refused(routed, tmp_path):
+    message = refused(
+        "--trace", routed, "--from", "vllm", "--to", "sglang", "--dense-layers", "0", "--out", tmp_path / "map.json"
+    )
+    assert "dense layers are 0, but the record has none of the layers [0, 3]" in message
+
+
+def test_a_dense_layer_beyond_the_model_is_refused_before_any_work(tmp_path):
+    out = tmp_path / "m.json"
+    assert "a dense layer is 9" in refused(*SYNTHETIC, "--to", "sglang", "--dense-layers", "9", "--out", out)
