@@ -126,7 +126,7 @@ def place(
         if plots:
             figures.check(plots, PLOTS, force)
         for reason in skipped.values():
-            typer.echo(reason, err=True)
+            print_note(reason)
         trials = progress.run_with_bar("placing", work, jobs)
         rows = methods.medians(trials)
         caption = report.evaluated_on(splits, gpus, tokens)
