@@ -442,7 +442,7 @@ FAULTS = {
     "1_naive": {
         "unscaled gate": ("d_y = gate * d;", "d_y = d;"),
         "gradient not gathered": ("long token = (long long)expert_token_indices[at.row]", "long token = at.row % 7"),
-        "slope left out": ("d_y * b * slope", "d_y * b"),
+        "slope left out": ("d_y * ACTIVATION::factor(b) * slope", "d_y * ACTIVATION::factor(b)"),
     },
     "2_tiled": {
         "gate term of one column": ("column < TILE; ++column) term +=", "column < 1; ++column) term +="),

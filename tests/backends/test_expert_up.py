@@ -352,7 +352,7 @@ FAULTS = {
         "row of another expert": ("if (row < tile.rows && j < h) store_hidden", "if (j < h) store_hidden"),
         "tiles read too early": ("return b(r, side, p); });\n        __syncthreads();", "return b(r, side, p); });"),
         "tiles written too early": ("        __syncthreads();  // all have read", "        // all have read"),
-        "activation of b": ("GATED ? act_a * b : act_a", "act_a"),
+        "activation of b": ("GATED ? act_a * ACTIVATION::factor(b) : act_a", "act_a"),
     },
     "3_mma": {
         "does not wait": ("cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();"),
