@@ -239,7 +239,7 @@ CONFIG = MoEConfig(*SIZES)
             "the backward is counted with a softmax router and no shared expert, but not with Shared(width=7",
         ),
         (lambda: Assumptions(router="mixtrall"), ValueError, "unknown router 'mixtrall'. Did you mean 'mixtral'"),
-        (lambda: Assumptions(shared=7), TypeError, "shared is a int, but it must be a Shared"),
+        (lambda: Assumptions(shared=7), TypeError, "shared is an int, but it must be a Shared"),
     ],
 )
 def test_bad_input(call, error, message):

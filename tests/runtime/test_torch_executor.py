@@ -116,7 +116,7 @@ X, OUT = torch.zeros(4, 2, dtype=torch.bfloat16), torch.zeros(4)
     [
         ({"x": OUT}, TypeError, "argument x of kernel f has dtype torch.float32, but it must be bfloat16"),
         ({"x": X.T}, ValueError, r"argument x of kernel f is not C-contiguous \(strides \(2, 4\)\)"),
-        ({"x": None}, TypeError, "argument x of kernel f is a NoneType, but it must be a Tensor"),
+        ({"x": None}, TypeError, "argument x of kernel f is None, but it must be a Tensor"),
         ({"out": np.zeros(4, np.float32)}, TypeError, "argument out of kernel f is a ndarray, but it must be a Tensor"),
         ({"n": 1.5}, TypeError, r"argument n of kernel f is 1.5 \(float\), but it must be an integer"),
         ({"n": 2**31}, ValueError, "argument n of kernel f is 2147483648, but it must be"),
@@ -154,7 +154,7 @@ def test_a_tensor_map_is_checked_and_nothing_else_is_taken_in_its_place():
     executor = IdleExecutor()
     with pytest.raises(ValueError, match="row of the array of the TensorMap, in bytes, is 24"):
         executor.tensor_map(torch.zeros(8, 12, dtype=torch.float16), (64, 8))
-    with pytest.raises(TypeError, match="argument x of kernel g is a Tensor, but it must be a EncodedMap"):
+    with pytest.raises(TypeError, match="argument x of kernel g is a Tensor, but it must be an EncodedMap"):
         executor.load("test.cu", text=FILE).launch("g", 1, 32, x=torch.zeros(8, 64, dtype=torch.float16))
 
 
