@@ -94,8 +94,9 @@ def use(model: Any, policy: str = "minimal") -> InUse:
 
 
 def _check_model(model: Any) -> None:
-    """A part of a model has no switch, and transformers may be missing where the model is none of its."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "set_experts_implementation"):
+    """A part of a model has no switch, but Llama 4's blocks need none; transformers itself may be missing."""
+    switches = hasattr(model, "set_experts_implementation")
+    if not isinstance(model, nn.Module) or not (switches or any(_llama4_blocks(model))):
         raise TypeError(f"model is {checks.kind(model)}, but it must be a transformers.PreTrainedModel")
 
 
