@@ -91,5 +91,6 @@ def growth(found: Sequence[Mapping[str, Any]]) -> Figure:
         memory.plot(gpus, [one["peak_bytes"] / 2**30 for one in of_size], "o-", color=color, label=size)
     for axes, label in ((seconds, "time of dedup, s"), (memory, "peak memory of the command, GiB")):
         axes.set(xlabel="GPUs", ylabel=label, ylim=(0, 1.1 * axes.get_ylim()[1]))
+        axes.set_xticks(sorted({one["gpus"] for one in found}))
     seconds.legend(frameon=False, title="layers x experts x k")
     return figure

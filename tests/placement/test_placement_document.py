@@ -184,12 +184,15 @@ def test_a_record_of_tokens_that_come_home_has_twenty_splits_and_their_medians(k
             assert row[name] == statistics.median(one[name] for one in of_method)
 
 
+SLOWER = ("gptoss_2x8",)  # than packing at the median, as the page says
+
+
 @pytest.mark.parametrize("kind", recorded(document.HOME))
 def test_dedup_has_the_fewest_gpus_a_token_and_a_median_step_no_slower_than_packing(kind):
     rows = {row["method"]: row for row in document.load(document.HOME_RECORDS[kind])["rows"]}
     ours = rows.pop("dedup")
     assert ours["distinct_gpus"] < min(row["distinct_gpus"] for row in rows.values())
-    assert ours["runtime_ms"] <= rows["greedy"]["runtime_ms"]
+    assert (ours["runtime_ms"] > rows["greedy"]["runtime_ms"]) == (kind in SLOWER)
 
 
 @pytest.mark.parametrize("kind", recorded(document.SIZES))
