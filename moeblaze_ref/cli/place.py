@@ -117,6 +117,8 @@ def place(
         curve = methods.curve(routed, on, options, tokens=tokens) if shown else []
         dense = targets.dense_layers(dense_layers, target, routed.topk.shape[1], recorded.dense)
         output = targets.planned(out, target, dense)
+        if target and expand:
+            raise ValueError(f"--to {target} writes a map for a runtime, but none has the model that --expand makes up")
         if target:
             targets.check_even(routed.num_experts, gpus, options.bounds)
         if output:
@@ -139,16 +141,12 @@ def place(
             print_plots(written)
         if record:
             named = trace.name if trace else f"synthetic {synthetic}"
-            said: dict[str, Any] = {
-                "trace": named,
-                "expand": expand,
-                "model": routed.model,
-                "gpus": gpus,
-                "topology": topology,
+            asked_for: dict[str, Any] = {
+                **{"trace": named, "expand": expand, "model": routed.model, "gpus": gpus, "topology": topology},
+                **{"d": d, "h": h, "solver": solver, "time_limit": time_limit, "limit": limit, "objective": objective},
+                **{"skipped": skipped, "jobs": jobs, "peak_bytes": report.peak_bytes()},
             }
-            said |= {"d": d, "h": h, "solver": solver, "time_limit": time_limit, "limit": limit}
-            said |= {"objective": objective, "skipped": skipped, "jobs": jobs, "peak_bytes": report.peak_bytes()}
-            content = said | report.content(rows, trials, along, tokens)
+            content = asked_for | report.content(rows, trials, along, tokens)
             provenance.record(record, "place", content, force, (source_hashes.PLACEMENT,))
 
 

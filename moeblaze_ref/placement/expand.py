@@ -6,12 +6,11 @@ chose first in another layer. So tokens that are routed alike stay together, as 
 have uneven loads.
 """
 
-import re
-
 import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
+from moeblaze_ref.placement.synthetic import sizes_of
 
 
 def expand(trace: RoutingTrace, layers: int, num_experts: int, k: int, seed: int = 0) -> RoutingTrace:
@@ -45,10 +44,8 @@ def expand(trace: RoutingTrace, layers: int, num_experts: int, k: int, seed: int
     rng = np.random.default_rng(seed)
     topk = np.empty((trace.tokens, layers, k), np.int16)
     for l in range(layers):
-        chosen, other = (
-            trace.topk[:, l % recorded],
-            trace.topk[:, rng.integers(recorded), :1],
-        )  # (tokens, k0), (tokens, 1)
+        chosen = trace.topk[:, l % recorded]  # (tokens, k0)
+        other = trace.topk[:, rng.integers(recorded), :1]  # (tokens, 1)
         table = rng.integers(parts, size=(trace.num_experts, trace.num_experts))
         first = table[chosen, other]  # (tokens, k0)
         each = (first[:, :, None] + np.arange(copies)) % parts  # (tokens, k0, copies)
@@ -59,8 +56,4 @@ def expand(trace: RoutingTrace, layers: int, num_experts: int, k: int, seed: int
 
 def expanded(trace: RoutingTrace, size: str | None) -> RoutingTrace:
     """The trace, or with a size "LAYERSxExK", such as "58x256x8", what `expand` makes of it; errors as there."""
-    if size is None:
-        return trace
-    if not re.fullmatch(r"\d+x\d+x\d+", size):
-        raise ValueError(f"{size!r} must be LAYERSxExK, three whole numbers, such as 58x256x8")
-    return expand(trace, *map(int, size.split("x")))
+    return trace if size is None else expand(trace, *sizes_of(size))

@@ -25,7 +25,7 @@ import numpy as np
 from moeblaze_ref.core import checks, records
 from moeblaze_ref.core.traces import MAX_IDS, NPY, RoutingTrace
 from moeblaze_ref.placement.synthetic import trace_or_synthetic
-from moeblaze_ref.placement.targets import load_tensors
+from moeblaze_ref.placement.trace import load_tensors
 
 Array = np.ndarray
 
@@ -166,9 +166,7 @@ def _decoded(name: str, text: Any) -> Array:
 def _sglang(path: Path) -> _Choices:
     found = load_tensors(path)
     if "logical_count" in found:
-        raise ValueError(
-            f"{path.name} holds counts, not choices: read it with --from counts, or record in mode per_token"
-        )
+        raise ValueError(f"{path.name} holds counts, not choices: record in mode per_token")
     if missing := {"records", "last_physical_to_logical_map"} - found.keys():
         raise ValueError(f"{path.name} has no {', '.join(sorted(missing))}, as SGLang's records of mode per_token have")
     logical = np.asarray(found["last_physical_to_logical_map"]).astype(np.int64)  # (layers, places)

@@ -117,7 +117,19 @@ def trace_or_synthetic(
         raise ValueError("name either a trace or the size of a synthetic one, LAYERSxExK")
     if num_experts is not None:
         raise ValueError(f"the synthetic trace {size} names its experts itself: leave the number of experts out")
-    if not re.fullmatch(r"\d+x\d+x\d+", size):
-        raise ValueError(f"{size!r} must be LAYERSxExK, three whole numbers, such as 58x256x8")
-    layers, E, k = map(int, size.split("x"))
+    layers, E, k = sizes_of(size)
     return synthetic_trace(TOKENS, layers, E, k, skew=SKEW)
+
+
+def sizes_of(text: str) -> tuple[int, int, int]:
+    """Layers, E and k, from text such as "58x256x8".
+
+    Raises
+    ------
+    ValueError
+        If the text is not so.
+    """
+    if not re.fullmatch(r"\d+x\d+x\d+", text):
+        raise ValueError(f"{text!r} must be LAYERSxExK, three whole numbers, such as 58x256x8")
+    layers, E, k = map(int, text.split("x"))
+    return layers, E, k

@@ -12,7 +12,6 @@ What reads each file was read in the release that is named:
 """
 
 import json
-import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from moeblaze_ref.core import checks, records
 from moeblaze_ref.placement import maps
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.trace import load_tensors
 
 Array = np.ndarray
 EPLB_TENSORS = ("phy2log", "log2phy", "logcnt")  # as rebalance_experts names what it returns
@@ -310,27 +310,6 @@ def _rows(path: Path, rows: Any) -> Array:
         for place, expert in enumerate(row):
             checks.check_int(f"layer {layer}, place {place}", expert, 0)
     return np.array(rows, np.int64)
-
-
-def load_tensors(path: Path) -> dict[str, Any]:
-    """What ``torch.save`` wrote, if it is a dictionary; nothing in it is ever run.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read.
-    ValueError
-        If torch does not load it, or it is no dictionary.
-    """
-    import torch
-
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path.name} is no record that torch.load reads: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} holds a {type(found).__name__}, but it must hold a dictionary")
-    return found
 
 
 TARGETS: dict[str, Target] = {

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -136,13 +137,8 @@ def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> 
     ValueError
         If there is no such array in it, a layer without counts, or one whose counts k does not divide.
     """
-    import torch
-
-    try:
-        record = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{Path(path).name} is no record that torch.load reads: {error}") from None
-    if not isinstance(record, dict) or "logical_count" not in record:
+    record = load_tensors(Path(path))
+    if "logical_count" not in record:
         raise ValueError(f"{Path(path).name} has no logical_count, as SGLang's records of mode 'stat' have")
     counts = np.asarray(record["logical_count"]).astype(np.int64)
     if counts.ndim not in (2, 3):
@@ -159,3 +155,24 @@ def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> 
         (layer,) = checks.first(torn)
         raise ValueError(f"layer {layer} has {choices[layer]} counts, but with {k} experts a token k must divide them")
     return Profile(np.ascontiguousarray(P), None, tokens=int(choices.max()) // k)
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """What ``torch.save`` wrote, if it is a dictionary; nothing in it is ever run.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError
+        If torch does not load it, or it is no dictionary.
+    """
+    import torch
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path.name} is no record that torch.load reads: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} holds a {type(found).__name__}, but it must hold a dictionary")
+    return found

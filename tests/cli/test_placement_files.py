@@ -65,6 +65,10 @@ SYNTHETIC = ("--synthetic", "4x8x2", "--splits", 0)
     ("arguments", "message"),
     [
         ((*SYNTHETIC, "--from", "vllm"), "the source vllm is that of a recorded trace"),
+        (
+            (*SYNTHETIC, "--expand", "8x16x4", "--to", "eplb", "--out", "m.pt"),
+            "--to eplb writes a map for a runtime, but none has the model that --expand makes up",
+        ),
         (("--from", "vllm"), "the source vllm is that of a recorded trace"),
         ((*SYNTHETIC, "--to", "sglang"), "a map for sglang needs a file to be written to: name it by --out"),
         ((*SYNTHETIC, "--to", "vllm", "--out", "m.json"), "vllm is no target: vLLM 0.33.0 reads no map from a file"),

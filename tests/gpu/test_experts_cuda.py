@@ -46,7 +46,7 @@ def test_biases_agree_with_the_specification_and_twenty_runs_give_the_same_bits(
         test_biases.assert_same(run(one, version), first)
 
 
-# Given ids: nobody waits, a graph captures them, and wrong ones are reported -----------------------------------------
+# Given ids: the host does not wait, a graph captures them, wrong ones are reported ------------------------------------
 
 GIVEN = {"L": 1_000, "d": 128, "h": 256, "E": 8, "k": 3}
 

@@ -148,7 +148,7 @@ def test_right_ids_give_the_bits_that_they_give_where_they_are_read(monkeypatch)
     assert all_equal(found, step(inputs.call(), inputs.leaves()))
 
 
-# Nobody waits ---------------------------------------------------------------------------------------------------------
+# The host does not wait -----------------------------------------------------------------------------------------------
 
 
 class Impatient(TorchDispatchMode):

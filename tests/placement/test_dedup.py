@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moeblaze_ref.core import records
+from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.parallel import costs as parallel_costs
 from moeblaze_ref.placement import annealing, baselines, dedup, maps, methods, simulate, trace, traffic, unions
@@ -312,3 +314,11 @@ def test_jobs_in_other_processes_give_the_same_rows():
     here, there = ([trial.as_dict() for trial in progress.run_with_bar("", work, n)] for n in (1, 2))
     for one, other in zip(here, there, strict=True):
         assert one | {"solve_s": 0} == other | {"solve_s": 0}
+
+
+def test_the_costs_of_a_layer_are_those_of_the_record():
+    measured = records.read(ROOT / "docs" / "results" / "ep_h200x2_gptoss.json", {"token_s", "bandwidth"})
+    costs = traffic.runtime("nvlink", 2, measured["d"], measured["h"])
+    assert costs.on.token_s == pytest.approx(measured["token_s"], rel=1e-12)
+    assert costs.on.bandwidth[0, 1] == measured["bandwidth"][0][1]
+    assert (costs.exchange_s, costs.rest_s) == (measured["exchange_s"], measured["rest_s"])
