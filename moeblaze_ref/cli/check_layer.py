@@ -80,10 +80,15 @@ def _status(rows: Iterable[Row]) -> int:
     return 2 if failed else 0
 
 
-def check_device(device: str) -> None:
-    """Raise ValueError if the machine has no such device."""
-    if checks.check_name("device", device, DEVICES) == "cuda" and cuda_device_count() == 0:
+def check_device(device: str, gpus: int = 1) -> None:
+    """Raise ValueError if the machine has no such device, or fewer than so many GPUs."""
+    if checks.check_name("device", device, DEVICES) != "cuda":
+        return
+    there = cuda_device_count()
+    if there == 0:
         raise ValueError("device is cuda, but this machine has no CUDA device")
+    if there < gpus:
+        raise ValueError(f"gpus is {gpus}, but it must be at most {there}, the GPUs of this machine")
 
 
 def each(names: Iterable[str], device: str) -> list[str]:
