@@ -20,6 +20,7 @@ from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import routers, torch_node, torch_operands
+from moeblaze_ref.nn.launch_plans import planned
 from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights
 from moeblaze_ref.nn.torch_experts import SEPARATE, ExpertOperands, RoutedByCaller
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
@@ -143,7 +144,7 @@ class KernelMoE(MoEModule):
     ) -> Sequence[Tensor]:
         """Run a system as one node, and note what ran it."""
         name = type(self).__name__
-        outputs, executor = torch_node.run(system, name, x, operands, topk_experts)
+        outputs, executor = torch_node.run(planned(system), name, x, operands, topk_experts)
         if executor != self.executor:
             log.info("%s(%s) runs on %s", name, self.extra_repr(), executor)
             self.executor = executor

@@ -1,5 +1,6 @@
 """The kernels on a GPU over torch's own tensors, on torch's stream."""
 
+import ctypes
 import functools
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import torch
 from cuda.bindings import driver
 
 from moeblaze_ref.runtime.cupy import CupyModule, check_gpu, encode, gpu_of, source_for
+from moeblaze_ref.runtime.launch_plan.sender import Driver
 from moeblaze_ref.runtime.parameters import ParameterMemory
 from moeblaze_ref.runtime.source import KernelSource, Size
 from moeblaze_ref.runtime.tensor_map import Layout
@@ -45,6 +47,11 @@ class GpuModule(TensorModule, CupyModule):
         self._ready[kernel, shared_bytes] = function, ParameterMemory(self.source.kernels[kernel])
         return self._ready[kernel, shared_bytes]
 
+    def handle(self, kernel: str, shared_bytes: int) -> int:
+        """The driver's handle of a kernel that may have so much dynamic shared memory."""
+        handle: int = self.function(kernel, shared_bytes).kernel.ptr
+        return handle
+
 
 _stream = functools.cache(driver.CUstream)  # from the address of one
 
@@ -68,6 +75,22 @@ class GpuExecutor(TorchExecutor):
     def encode(self, layout: Layout, box: tuple[int, ...]) -> bytes:
         """The words of a map of what lies so."""
         return encode(layout, box).tobytes()
+
+    @functools.cached_property
+    def driver(self) -> Driver:
+        """The functions of the CUDA driver that send a launch plan."""
+        library = ctypes.CDLL("libcuda.so.1")
+        functions = library.cuLaunchKernel, library.cuTensorMapEncodeTiled
+        return Driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
+
+    def stream(self) -> int:
+        """Address of torch's current stream."""
+        address: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        return address
+
+    def capturing(self) -> bool:
+        """Whether the current stream captures a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
 
     def check(self, file: str) -> None:
         """``kernels_cuda/<file>`` runs on the device; otherwise a ValueError says what it needs."""
