@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
+from moeblaze_ref.nn.torch_operands import layouts_of
 from moeblaze_ref.nn.torch_node import Backward, Forward, System
 from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, Recorder, apart, recording
 from moeblaze_ref.runtime.simt.build import SimtCompileError
@@ -114,27 +114,32 @@ def without_launch_plans() -> Iterator[None]:
         _allowed.reset(token)
 
 
-def planned(system: System) -> System:
-    """Return the system with launch plans, unless this thread goes without them."""
-    return Planned(system) if _allowed.get() else system
+def planned(system: System, layouts: Any = None) -> System:
+    """Return the system with launch plans, unless this thread goes without them.
+
+    ``layouts`` are those of what its forward will be given, if they are known: `torch_operands.layouts_of`.
+    """
+    return Planned(system, layouts) if _allowed.get() else system
 
 
 class Planned(NamedTuple):
     """A system whose calls replay plans where there are any."""
 
     system: System
+    layouts: Any
 
     def forward(self, bridge: Bridge, x: Any, weights: Any, topk_experts: Any) -> Forward:
         """Run the system's forward, or replay it."""
-        kind, system = type(weights), self.system
+        kind, system, inputs = type(weights), self.system, [x, *weights, topk_experts]
 
         def run(inputs: Inputs) -> Forward:
             x, *operands, topk_experts = inputs
             return system.forward(bridge, x, kind(*operands), topk_experts)
 
         if not _may_plan(bridge.executor):
-            return run([x, *weights, topk_experts])
-        found: Forward = _call(bridge.executor, ("forward", system, kind), [x, *weights, topk_experts], run, _flat)
+            return run(inputs)
+        key = "forward", system, kind, self.layouts or layouts_of(inputs)
+        found: Forward = _call(bridge.executor, key, inputs, run, _flat)
         return found
 
     def backward(self, bridge: Bridge, given: Backward) -> Results:
@@ -142,9 +147,10 @@ class Planned(NamedTuple):
         if given.counts is not None or not _may_plan(bridge.executor):
             return self.system.backward(bridge, given)
         losses, names, kind = tuple(given.d_losses), tuple(given.arrays), type(given.weights)
-        key = "backward", self.system, kind, losses, names, given.last, frozenset(given.wanted)
-        inputs = [given.d_out, *given.d_losses.values(), given.x, *given.weights]
-        inputs += [given.arrays.pop(name) for name in names]  # so that the call alone has them, and frees them
+        inputs = [given.d_out, *given.d_losses.values(), given.x, *given.weights, *given.arrays.values()]
+        given.arrays.clear()  # so that the call alone has them, and frees them
+        wanted = frozenset(given.wanted)
+        key = "backward", self.system, kind, losses, names, given.last, wanted, layouts_of(inputs)
 
         def run(inputs: Inputs) -> Results:
             rest = iter(inputs)
@@ -189,7 +195,7 @@ def _call(
     flat: Callable[[Any], tuple[Results, Form] | None],
 ) -> Any:
     """What ``run`` returns, or its plan in its place: ``flat`` makes a list of tensors of it."""
-    key = (*key, executor, *map(_layout, inputs))
+    key = executor, key
     found = _cache.find(key)
     if isinstance(found, _Ready):
         present = [tensor for tensor in inputs if tensor is not None]
@@ -198,13 +204,6 @@ def _call(
     if found is None:
         _cache.put(key, _SEEN)
     return _record(executor, key, inputs, run, flat) if found is _SEEN else run(inputs)
-
-
-def _layout(tensor: Tensor | None) -> Any:
-    """What a plan depends on of a tensor besides its address."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.dtype, tensor.stride(), tensor.data_ptr() % ALIGNMENT
 
 
 def _record(

@@ -1,6 +1,7 @@
 """What a torch layer does with its operands before a kernel runs: checks, autocast, rows, alignment."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,29 @@ def cast(x: Tensor, weights: Named) -> tuple[Tensor, list[Tensor | None]]:
         if weight is not None and weight.dtype != dtype and not casts:
             raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
     return x.to(dtype), [None if w is None else w.to(dtype) for w in weights.values()]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))  # whose operations no class of the user's intercepts
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether the tensors are torch's own, and no transform runs over them."""
+    return all([type(tensor) in _PLAIN for tensor in tensors]) and not transforms_active() and not tracing()
+
+
+def in_place(*tensors: Tensor | None) -> bool:
+    """Whether kernels can read the tensors where they are."""
+    return all(tensor is None or (tensor.is_contiguous() and is_aligned(tensor)) for tensor in tensors)
+
+
+def layouts_of(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
+    """Return all that a check, or a launch, depends on of plain tensors, besides their addresses and values."""
+    return tuple([None if tensor is None else _layout_of(tensor) for tensor in tensors])
+
+
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    address = tensor.data_ptr() % ALIGNMENT
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), address, tensor.is_neg()
 
 
 def rows_of(x: Tensor) -> Tensor:

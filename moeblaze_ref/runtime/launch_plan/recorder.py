@@ -208,6 +208,7 @@ current = _recorder.get  # the recorder of this thread, which each launch tells 
 def recording(inputs: Sequence[Tensor]) -> Iterator[Recorder]:
     """Context in which this thread's launches and operations are recorded."""
     recorder = Recorder(inputs)
+    del inputs  # which the call may free
     token = _recorder.set(recorder)
     try:
         with recorder:

@@ -16,9 +16,11 @@ from moeblaze_ref.runtime.simt import build
 SOURCE = Path(__file__).with_name("send.cpp")
 DTYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 
-_POINTER = [("place", "u8"), ("buffer", "u8"), ("offset", "u8")]
-_MAP = [*_POINTER, ("extents", "u8", 3), ("pitches", "u8", 2), ("box", "u4", 3), ("rank", "u4"), ("dtype", "i4")]
+# send.cpp, structs Pointer, Map and Launch.
+_ADDRESS = [("place", "u8"), ("buffer", "u8"), ("offset", "u8")]
+_SIZES = [("extents", "u8", 3), ("pitches", "u8", 2), ("box", "u4", 3), ("rank", "u4"), ("dtype", "i4")]
 _LAUNCH = [("function", "u8"), ("grid", "u4", 3), ("block", "u4", 3), ("shared_bytes", "u4"), ("first", "u4")]
+_POINTERS, _MAPS, _LAUNCHES = (np.dtype(fields, align=True) for fields in (_ADDRESS, _ADDRESS + _SIZES, _LAUNCH))
 
 
 class Driver(NamedTuple):
@@ -61,7 +63,8 @@ class Sender:
     def __init__(
         self, launches: Sequence[Launch], slots: Mapping[int, tuple[int, int]], num_addresses: int, driver: Driver
     ):
-        memory, places, rows, pointers, maps = b"", [], [], [], []
+        memory, rows, pointers, maps = b"", [], [], []
+        places: list[int] = []
         for launch in launches:
             layout, offsets = layout_of(launch.parameters)
             rows.append((launch.function, launch.grid, launch.block, launch.shared_bytes, len(places)))
@@ -73,17 +76,17 @@ class Sender:
                     maps.append(_map(place, argument, slots))
             packed = struct.pack(layout, *map(_constant, launch.arguments))
             memory += packed + bytes(-len(packed) % ALIGNMENT)
-        self._tables = [
+        self._tables: list[np.ndarray] = [
             np.frombuffer(memory, np.uint8),
             np.array(places, np.uint64),
-            np.array(rows, _LAUNCH),
-            np.array(pointers, _POINTER),
-            np.array(maps, _MAP),
+            np.array(rows, _LAUNCHES),
+            np.array(pointers, _POINTERS),
+            np.array(maps, _MAPS),
         ]  # which the C function reads
         sized = [number for table in self._tables for number in (table.ctypes.data, len(table))]
         self._part = _Part(*driver, *sized)
         self._address = ctypes.addressof(self._part)
-        self._addresses = ctypes.c_uint64 * num_addresses
+        self._packed = struct.Struct(f"{num_addresses}Q").pack
         self._send: Callable[..., int] = library().send_launches
         self._names = [launch.name for launch in launches]
 
@@ -95,7 +98,7 @@ class Sender:
         RuntimeError
             If the driver refuses a launch.
         """
-        if error := self._send(self._address, self._addresses(*addresses), stream):
+        if error := self._send(self._address, self._packed(*addresses), stream):
             raise RuntimeError(f"the driver refused one of the kernels {', '.join(self._names)}: error {error}")
 
 
