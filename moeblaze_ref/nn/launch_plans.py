@@ -1,7 +1,7 @@
 """Which calls of a layer's node replay a launch plan: see `runtime.launch_plan`.
 
-A plan belongs to a key: the system with its options, the executor of the device, and the layout of every tensor that
-the call is given. The first call with a key runs the stages, the second is recorded, and each later one replays. What
+A plan belongs to a key: the system with its options, the device and its stream, and the layout of every tensor that the
+call is given. The first call with a key runs the stages, the second is recorded, and each later one replays. What
 cannot be replayed runs the stages each time: a call that waits for the device, one without a C++ compiler, one under a
 dispatch mode of torch's such as FakeTensorMode, and one that a CUDA graph captures.
 """
@@ -12,14 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moeblaze_ref.nn.torch_operands import layouts_of
 from moeblaze_ref.nn.torch_node import Backward, Forward, System
+from moeblaze_ref.nn.torch_operands import layouts_of
 from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, Recorder, apart, recording
 from moeblaze_ref.runtime.simt.build import SimtCompileError
 from moeblaze_ref.runtime.simt.cache import SimtUnavailable
@@ -35,21 +35,24 @@ Form = Callable[[Results], Any]  # makes of a plan's results what the call retur
 
 
 class Counts(NamedTuple):
-    """How many calls of layers, forward and backward each being one, replayed a plan, and how many ran the stages."""
+    """Calls of layers that might have plans; a forward and a backward are one each."""
 
-    replayed: int
-    launched: int
+    replayed: int  # by a plan
+    launched: int  # by the stages
 
 
-@dataclass(frozen=True)
-class _Ready:
+class _Ready(NamedTuple):
     """A plan, and what makes of its results what the call returns."""
 
     plan: Plan
     form: Form
 
 
-_SEEN, _REFUSED = object(), object()  # in the place of a plan: the next call is recorded; none is
+class _State(Enum):
+    """What is known of a key without a plan."""
+
+    SEEN = auto()  # the next call is recorded
+    REFUSED = auto()  # no call is
 
 
 class _Cache:
@@ -57,26 +60,33 @@ class _Cache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: OrderedDict[Any, Any] = OrderedDict()
         self.clear()
 
     def clear(self) -> None:
+        """Forget all plans, and count from zero."""
         with self._lock:
-            self._found.clear()
-            self.counts = Counts(0, 0)
+            self._found: OrderedDict[Any, _Ready | _State] = OrderedDict()
+            self._replayed, self._launched = 0, 0
 
-    def find(self, key: Any) -> Any:
-        """What is known of a key: None, `_SEEN`, `_REFUSED` or a `_Ready`."""
+    @property
+    def counts(self) -> Counts:
+        """The calls since the last `clear`."""
+        return Counts(self._replayed, self._launched)
+
+    def find(self, key: Any) -> _Ready | _State | None:
+        """Return what is known of a key, for a call that is counted."""
         with self._lock:
             found = self._found.get(key)
             if found is not None:
                 self._found.move_to_end(key)
-            replayed, launched = self.counts
-            is_plan = isinstance(found, _Ready)
-            self.counts = Counts(replayed + is_plan, launched + (not is_plan))
+            if type(found) is _Ready:
+                self._replayed += 1
+            else:
+                self._launched += 1
             return found
 
-    def put(self, key: Any, found: Any) -> None:
+    def put(self, key: Any, found: _Ready | _State) -> None:
+        """Note what is known of a key, and forget the one that was used least lately if there are too many."""
         with self._lock:
             self._found[key] = found
             self._found.move_to_end(key)
@@ -84,7 +94,7 @@ class _Cache:
                 self._found.popitem(last=False)
 
     def __len__(self) -> int:
-        return sum(isinstance(found, _Ready) for found in list(self._found.values()))
+        return len(self._found)
 
 
 _cache = _Cache()
@@ -130,27 +140,27 @@ class Planned(NamedTuple):
 
     def forward(self, bridge: Bridge, x: Any, weights: Any, topk_experts: Any) -> Forward:
         """Run the system's forward, or replay it."""
-        kind, system, inputs = type(weights), self.system, [x, *weights, topk_experts]
+        executor, system, kind = _planner(bridge), self.system, type(weights)
+        if executor is None:
+            return system.forward(bridge, x, weights, topk_experts)
+        inputs = [x, *weights, topk_experts]
 
         def run(inputs: Inputs) -> Forward:
             x, *operands, topk_experts = inputs
             return system.forward(bridge, x, kind(*operands), topk_experts)
 
-        if not _may_plan(bridge.executor):
-            return run(inputs)
-        key = "forward", system, kind, self.layouts or layouts_of(inputs)
-        found: Forward = _call(bridge.executor, key, inputs, run, _flat)
+        key = executor, executor.stream(), system, kind, self.layouts or layouts_of(inputs)
+        found: Forward = _call(executor, key, inputs, run, _flat)
         return found
 
     def backward(self, bridge: Bridge, given: Backward) -> Results:
         """Run the system's backward, or replay it."""
-        if given.counts is not None or not _may_plan(bridge.executor):
-            return self.system.backward(bridge, given)
-        losses, names, kind = tuple(given.d_losses), tuple(given.arrays), type(given.weights)
+        executor, system, kind = _planner(bridge), self.system, type(given.weights)
+        if executor is None or given.counts is not None:
+            return system.backward(bridge, given)
+        losses, names = tuple(given.d_losses), tuple(given.arrays)
         inputs = [given.d_out, *given.d_losses.values(), given.x, *given.weights, *given.arrays.values()]
         given.arrays.clear()  # so that the call alone has them, and frees them
-        wanted = frozenset(given.wanted)
-        key = "backward", self.system, kind, losses, names, given.last, wanted, layouts_of(inputs)
 
         def run(inputs: Inputs) -> Results:
             rest = iter(inputs)
@@ -158,33 +168,33 @@ class Planned(NamedTuple):
             weights = kind(*[next(rest) for _ in kind._fields])
             given.arrays.update(zip(names, rest, strict=True))
             inputs.clear()
-            return self.system.backward(bridge, given._replace(d_out=d_out, d_losses=d_losses, x=x, weights=weights))
+            return system.backward(bridge, given._replace(d_out=d_out, d_losses=d_losses, x=x, weights=weights))
 
-        found: Results = _call(bridge.executor, key, inputs, run, lambda gradients: (gradients, list))
+        how = losses, names, given.last, frozenset(given.wanted)
+        key = executor, executor.stream(), system, kind, how, layouts_of(inputs)
+        found: Results = _call(executor, key, inputs, run, lambda gradients: (gradients, list))
         return found
 
 
 def _flat(forward: Forward) -> tuple[Results, Form] | None:
     """What a forward has returned as a list of tensors, and what makes it of such a list; None for what no plan has."""
-    *outputs, saved, counts = forward
-    if counts is not None:
+    if forward.counts is not None:
         return None
-    names, others = tuple(saved), len(outputs)
+    names = tuple(forward.saved)
 
     def form(results: Results) -> Forward:
-        return Forward(*results[:others], dict(zip(names, results[others:], strict=True)))
+        out, balance, z, chosen, *saved = results
+        return Forward(out, balance, z, chosen, dict(zip(names, saved, strict=True)))
 
-    return [*outputs, *saved.values()], form
+    return [*forward[:4], *forward.saved.values()], form
 
 
-def _may_plan(executor: Any) -> bool:
-    """Whether the device has plans, and neither a mode of torch's nor a CUDA graph must see each operation."""
-    return (
-        isinstance(executor, TorchExecutor)
-        and executor.driver is not None
-        and not torch._C._len_torch_dispatch_stack()
-        and not executor.capturing()
-    )
+def _planner(bridge: Bridge) -> TorchExecutor | None:
+    """The executor, if it has plans and neither a mode of torch's nor a CUDA graph must see each operation."""
+    executor = bridge.executor
+    if not isinstance(executor, TorchExecutor) or executor.driver is None:
+        return None
+    return None if torch._C._len_torch_dispatch_stack() or executor.capturing() else executor
 
 
 def _call(
@@ -195,15 +205,14 @@ def _call(
     flat: Callable[[Any], tuple[Results, Form] | None],
 ) -> Any:
     """What ``run`` returns, or its plan in its place: ``flat`` makes a list of tensors of it."""
-    key = executor, key
     found = _cache.find(key)
-    if isinstance(found, _Ready):
-        present = [tensor for tensor in inputs if tensor is not None]
+    if type(found) is _Ready:
+        present: Inputs = [tensor for tensor in inputs if tensor is not None]
         inputs.clear()
         return found.form(found.plan.run(present, executor.stream()))
     if found is None:
-        _cache.put(key, _SEEN)
-    return _record(executor, key, inputs, run, flat) if found is _SEEN else run(inputs)
+        _cache.put(key, _State.SEEN)
+    return _record(executor, key, inputs, run, flat) if found is _State.SEEN else run(inputs)
 
 
 def _record(
@@ -219,18 +228,15 @@ def _record(
     del alone
     with recording([tensor for tensor in inputs if tensor is not None]) as recorder:
         value = run(inputs)
-    _cache.put(key, _ready(executor, recorder, flat(value)))
+    flattened = flat(value)
+    _cache.put(key, _State.REFUSED if flattened is None else _plan(executor, recorder, *flattened))
     return value
 
 
-def _ready(executor: TorchExecutor, recorder: Recorder, flattened: tuple[Results, Form] | None) -> Any:
-    """A plan, or `_REFUSED`."""
-    if flattened is None:
-        return _REFUSED
-    results, form = flattened
+def _plan(executor: TorchExecutor, recorder: Recorder, results: Results, form: Form) -> _Ready | _State:
     try:
         assert executor.driver is not None
         return _Ready(Plan(recorder, results, executor.device, executor.driver), form)
     except (NoPlan, SimtUnavailable, SimtCompileError) as why:
         log.info("a call of a layer has no launch plan: %s", why)
-        return _REFUSED
+        return _State.REFUSED

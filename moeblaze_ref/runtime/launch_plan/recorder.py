@@ -32,11 +32,14 @@ class NoPlan(Exception):
     """What was recorded cannot be replayed; the message says why."""
 
 
+_weak: Any = StorageWeakRef
+
+
 class _Place:
     """Where a buffer lies while the recorded call runs."""
 
     def __init__(self, buffer: Buffer, tensor: Tensor):
-        self.buffer, self.begin, self.tensor = buffer, tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())
+        self.buffer, self.begin, self.tensor = buffer, tensor.data_ptr(), _weak(tensor.untyped_storage())
 
     @property
     def gone(self) -> bool:
@@ -49,7 +52,7 @@ class _Place:
         return self.begin <= address < self.begin + self.buffer.nbytes
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it, nor below
     """What a call did, in order. It changes nothing of the call, and keeps no tensor alive.
 
     Parameters
@@ -68,7 +71,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, inputs: Sequence[Tensor]):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.buffers: list[Buffer] = []
         self.events: list[Event] = []
         self.peak, self._live, self._why = 0, 0, ""
@@ -97,10 +100,10 @@ class Recorder(TorchDispatchMode):
             for tensor in new:
                 self._add(tensor).constant = tensor
         elif new or function._schema.is_mutable:
-            given = self._views((args, kwargs))
+            args, kwargs = self._views((args, kwargs))
             fresh = {id(tensor) for tensor in new}
             numbers = tuple(self._add(result).number if id(result) in fresh else None for result in results)
-            self.events.append(Operation(function, *given, numbers))
+            self.events.append(Operation(function, args, kwargs, numbers))
         self._live += sum(in_blocks(tensor.nbytes) for tensor in new)
         self.peak = max(self.peak, self._live)
 
@@ -121,7 +124,8 @@ class Recorder(TorchDispatchMode):
                 found.append(self._pointer(value, parameter.writable))
             elif parameter.dtype == TENSOR_MAP:
                 encoded = arguments[parameter.name]
-                found.append(MapOf(self._pointer(encoded.layout.address), encoded.layout, encoded.box))
+                pointer = self._pointer(encoded.layout.address)
+                found.append(MapOf(pointer, encoded.layout, encoded.box) if isinstance(pointer, Pointer) else 0)
             else:
                 found.append(value)
         function = module.handle(kernel, sizes[2])
