@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -183,7 +183,7 @@ def _flat(forward: Forward) -> tuple[Results, Form] | None:
     names = tuple(forward.saved)
 
     def form(results: Results) -> Forward:
-        out, balance, z, chosen, *saved = results
+        out, balance, z, chosen, *saved = cast(list[Any], results)
         return Forward(out, balance, z, chosen, dict(zip(names, saved, strict=True)))
 
     return [*forward[:4], *forward.saved.values()], form
