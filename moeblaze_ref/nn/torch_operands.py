@@ -75,8 +75,8 @@ def layouts_of(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
 
 
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    address = tensor.data_ptr() % ALIGNMENT
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), address, tensor.is_neg()
+    lies = tensor.is_contiguous() or tensor.stride()
+    return tensor.shape, tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT, lies, tensor.is_neg()
 
 
 def rows_of(x: Tensor) -> Tensor:

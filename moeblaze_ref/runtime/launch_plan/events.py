@@ -59,9 +59,10 @@ class View(NamedTuple):
 
     def of(self, tensors: list[Tensor | None]) -> Tensor:
         """The tensor, over the buffers of this step."""
-        tensor = tensors[self.buffer]
-        assert tensor is not None
-        return tensor if self.layout is None else tensor.as_strided(*self.layout)
+        number, layout = self
+        tensor: Any = tensors[number]
+        found: Tensor = tensor if layout is None else tensor.as_strided(*layout)
+        return found
 
 
 class MapOf(NamedTuple):

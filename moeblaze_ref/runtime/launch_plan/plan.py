@@ -1,5 +1,6 @@
 """A recorded call as parts that replay it."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class Plan:
                 tensors[number] = None
         for number, make in self._unused:
             tensors[number] = make()
-        return [None if view is None else view.of(tensors) for view in self._results]
+        return [view and view.of(tensors) for view in self._results]
 
 
 Makers = list[tuple[int, Callable[[], Tensor]]]
@@ -98,9 +99,11 @@ def _launches(part: Part, device: torch.device, driver: Driver) -> Callable[[Ten
     slots |= {number: (len(outside), begin) for number, begin in part.arena.items()}
     sender = Sender(launches, slots, len(outside) + 1, driver)
 
+    empty, send = functools.partial(torch.empty, part.arena_bytes, dtype=torch.uint8, device=device), sender.send
+
     def work(tensors: Any, stream: int) -> None:
-        arena = torch.empty(part.arena_bytes, dtype=torch.uint8, device=device)
-        sender.send([*[tensors[number].data_ptr() for number in outside], arena.data_ptr()], stream)
+        arena = empty()
+        send([*[tensors[number].data_ptr() for number in outside], arena.data_ptr()], stream)
 
     return work
 
