@@ -4,7 +4,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import cupy
@@ -101,17 +101,33 @@ class GpuExecutor(TorchExecutor):
         return GpuModule(source_for(file, text, constants, self.device.index), self.device.index)
 
 
+_NOTHING = nullcontext()
+
+
 class GpuBridge(TensorBridge):
     """Tensors on one CUDA device."""
 
     def __init__(self, device: torch.device):
         self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        self.executor = GpuExecutor(self._device)
+        self.executor: GpuExecutor = GpuExecutor(self._device)
         self._threads = threading.local()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Context on the tensors' device and torch's current stream; while that captures, no garbage collector runs."""
+        return _NOTHING if self._is_ready() else self._prepared()
+
+    def _is_ready(self) -> bool:
+        """Whether the thread is as `_prepared` would make it."""
+        index = self._device.index
+        return (
+            hasattr(self._threads, "bound")
+            and torch._C._cuda_getDevice() == index == cupy.cuda.runtime.getDevice()
+            and not torch.is_autocast_enabled("cuda")
+            and not self.executor.capturing()
+        )
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
         with without_autocast("cuda"), cupy.cuda.Device(self._device.index):
             self._bind_thread()
             with without_collector_if_capturing():

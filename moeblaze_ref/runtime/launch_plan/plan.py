@@ -108,9 +108,19 @@ def _launches(part: Part, device: torch.device, driver: Driver) -> Callable[[Ten
     return work
 
 
+# The same operations by torch's Python bindings, which cost the host 2 microseconds less than an overload.
+_BINDINGS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.mm.dtype: lambda left, right, out_dtype: torch.mm(left, right, out_dtype=out_dtype),
+    torch.ops.aten.add_.Tensor: Tensor.add_,
+    torch.ops.aten._to_copy.default: Tensor.to,
+}
+
+
 def _operation(operation: Operation) -> Callable[[Tensors, int], None]:
     """What runs one operation, and puts what it allocates among the tensors."""
-    function, args, kwargs, results = operation.function, operation.args, operation.kwargs, operation.results
+    function = _BINDINGS.get(operation.function, operation.function)
+    args, kwargs, results = operation.args, operation.kwargs, operation.results
 
     def work(tensors: Tensors, stream: int) -> None:
         named = {name: over(value, tensors) for name, value in kwargs.items()}
