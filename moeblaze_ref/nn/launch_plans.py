@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeblaze_ref.nn.torch_node import Backward, Forward, System
 from moeblaze_ref.nn.torch_operands import layouts_of
-from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, Recorder, apart, recording
+from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, Recorder, recording, without_overlap
 from moeblaze_ref.runtime.simt.build import SimtCompileError
 from moeblaze_ref.runtime.simt.cache import SimtUnavailable
 from moeblaze_ref.runtime.torch_bridge import Bridge
@@ -223,7 +223,7 @@ def _record(
     flat: Callable[[Any], tuple[Results, Form] | None],
 ) -> Any:
     """What ``run`` returns; a plan of it joins the others if there can be one."""
-    alone = iter(apart([tensor for tensor in inputs if tensor is not None]))
+    alone = iter(without_overlap([tensor for tensor in inputs if tensor is not None]))
     inputs[:] = [None if tensor is None else next(alone) for tensor in inputs]
     del alone
     with recording([tensor for tensor in inputs if tensor is not None]) as recorder:

@@ -127,7 +127,7 @@ class KernelMoE(MoEModule):
         checks.check_kernel_limits(sizes["E"], sizes["k"])
 
     def launch(self, x: Tensor, weights: Weights, topk_experts: Tensor | None = None) -> MoEOutput:
-        """As `MoEModule.launch`. A call like one that has passed the checks passes them no more."""
+        """Run `MoEModule.launch`; a call with the same layouts as an earlier one is not checked again."""
         unusual = topk_experts is not None or self._is_unusual(x, weights)
         layouts = None if unusual else torch_operands.layouts_of([x, *weights, None])
         if layouts is None or (type(self), self.k, layouts) not in _passed:
@@ -146,7 +146,7 @@ class KernelMoE(MoEModule):
             self.shared_expert is not None
             or not self.router.plain
             or not torch_operands.are_plain(x, *weights)
-            or torch.is_autocast_enabled(x.device.type)
+            or torch_operands.casts_or_refuses(x)
             or _replay.get() is not None
             or bool(_tapes.get())
         )

@@ -14,6 +14,8 @@ from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transfor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels compute in
 
+DEVICES = ("cpu", "cuda")
+
 Named = Mapping[str, Tensor | None]  # operands by the names that messages have
 
 
@@ -26,7 +28,7 @@ def check_call(x: Tensor, owner: str) -> None:
 
 def check_kinds(x: Tensor, weights: Named, owner: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Everything lies on one device that the owner runs on, and has a dtype that it computes in."""
-    if x.device.type not in ("cpu", "cuda"):
+    if x.device.type not in DEVICES:
         raise ValueError(f"x is on {x.device}, but {owner} runs on cuda or cpu")
     for name, tensor in ("x", x), *weights.items():
         if tensor is None:
@@ -62,6 +64,12 @@ _PLAIN = (Tensor, torch.nn.Parameter, type(None))  # whose operations no class o
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether the tensors are torch's own, and no transform runs over them."""
     return all([type(tensor) in _PLAIN for tensor in tensors]) and not transforms_active() and not tracing()
+
+
+def casts_or_refuses(x: Tensor) -> bool:
+    """Whether autocast casts what is beside x, or no layer runs on its device."""
+    device = x.device.type
+    return device not in DEVICES or torch.is_autocast_enabled(device)
 
 
 def in_place(*tensors: Tensor | None) -> bool:

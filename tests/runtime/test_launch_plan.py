@@ -1,4 +1,4 @@
-"""Launch plans in parts: what is recorded, when memory is taken and freed, and what the C function sends."""
+"""Launch plans in detail: what is recorded, when memory is allocated and freed, and what the C function sends."""
 
 import ctypes
 import random
@@ -10,7 +10,7 @@ import torch
 from over_simt import ENCODE, LAUNCH
 
 from moeblaze_ref.runtime.declarations import TENSOR_MAP, Parameter
-from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, apart, recording
+from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, recording, without_overlap
 from moeblaze_ref.runtime.launch_plan.events import Buffer, Launch, MapOf, Operation, Pointer, View, in_blocks
 from moeblaze_ref.runtime.launch_plan.recorder import current
 from moeblaze_ref.runtime.launch_plan.schedule import Lives, Scheduler, packed
@@ -104,7 +104,7 @@ def launch_of(*buffers):
     return Launch("f", 1, ONE, ONE, 0, (), tuple(Pointer(number, 0) for number in buffers))
 
 
-def test_buffers_that_live_at_the_same_time_are_apart_and_others_share_memory():
+def test_buffers_that_live_at_the_same_time_do_not_overlap_and_others_share_memory():
     events = [launch_of(0, 1), launch_of(1, 2), launch_of(2, 3)]
     lives, buffers = Lives(events, ()), buffers_of([1000, 600, 900, 100])
     places, size = packed(range(4), buffers, lives)
@@ -235,9 +235,9 @@ def test_a_result_that_no_launch_touches_is_allocated():
 
 def test_inputs_that_share_memory_are_told_apart():
     x = torch.zeros(8)
-    one, other, apart_from_both = x[:5], x[4:], torch.zeros(8)
-    found = apart([one, other, one, apart_from_both])
-    assert found[0] is one and found[3] is apart_from_both
+    one, other, third = x[:5], x[4:], torch.zeros(8)
+    found = without_overlap([one, other, one, third])
+    assert found[0] is one and found[3] is third
     assert len({tensor.data_ptr() for tensor in found}) == 4 and torch.equal(found[1], other)
 
 

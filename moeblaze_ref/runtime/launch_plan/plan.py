@@ -72,7 +72,7 @@ Makers = list[tuple[int, Callable[[], Tensor]]]
 
 
 class _Ready(NamedTuple):
-    """A part that is ready to run: what it allocates, does, and gives up."""
+    """A part that is ready to run: what it allocates, does and frees."""
 
     makers: Makers
     work: Callable[[Tensors, int], None]

@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
     Parameters
     ----------
     inputs : sequence of Tensor
-        All that the call is given. No two share memory: see `apart`.
+        All that the call is given. No two share memory: see `without_overlap`.
 
     Attributes
     ----------
@@ -221,7 +221,7 @@ def recording(inputs: Sequence[Tensor]) -> Iterator[Recorder]:
         _recorder.reset(token)
 
 
-def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+def without_overlap(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, with a copy of each that shares memory with one before it: an address then says which it is."""
     found: list[Tensor] = []
     for tensor in tensors:
