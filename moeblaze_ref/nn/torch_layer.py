@@ -113,6 +113,8 @@ class KernelMoE(MoEModule):
     ----------
     executor : str or None
         What ran the last forward: "cuda", "simt", or None before the first.
+    has_launch_plans : bool
+        Whether calls may replay launch plans on a GPU.
 
     Raises
     ------
@@ -121,6 +123,7 @@ class KernelMoE(MoEModule):
     """
 
     executor: str | None = None
+    has_launch_plans = True
 
     def _check_sizes(self, **sizes: int) -> None:
         super()._check_sizes(**sizes)
@@ -145,7 +148,7 @@ class KernelMoE(MoEModule):
         return (
             self.shared_expert is not None
             or not self.router.plain
-            or not torch_operands.are_plain(x, *weights)
+            or not torch_operands.are_plain(x, weights)
             or torch_operands.casts_or_refuses(x)
             or _replay.get() is not None
             or bool(_tapes.get())
@@ -174,7 +177,9 @@ class KernelMoE(MoEModule):
     ) -> Sequence[Tensor]:
         """Run a system as one node, and note what ran it. The layouts are as in `launch_plans.planned`."""
         name = type(self).__name__
-        outputs, executor = torch_node.run(planned(system, layouts), name, x, operands, topk_experts)
+        if self.has_launch_plans:
+            system = planned(system, layouts)
+        outputs, executor = torch_node.run(system, name, x, operands, topk_experts)
         if executor != self.executor:
             log.info("%s(%s) runs on %s", name, self.extra_repr(), executor)
             self.executor = executor

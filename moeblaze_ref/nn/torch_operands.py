@@ -58,12 +58,15 @@ def cast(x: Tensor, weights: Named) -> tuple[Tensor, list[Tensor | None]]:
     return x.to(dtype), [None if w is None else w.to(dtype) for w in weights.values()]
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))  # whose operations no class of the user's intercepts
+def are_plain(x: Tensor, weights: Iterable[Tensor | None]) -> bool:
+    """Whether these are strided tensors of torch's own classes, and no transform runs over them."""
+    if transforms_active() or tracing():
+        return False
+    return _is_plain(x) and all([weight is None or _is_plain(weight) for weight in weights])
 
 
-def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether the tensors are torch's own, and no transform runs over them."""
-    return all([type(tensor) in _PLAIN for tensor in tensors]) and not transforms_active() and not tracing()
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def casts_or_refuses(x: Tensor) -> bool:

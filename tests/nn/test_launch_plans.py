@@ -449,3 +449,14 @@ def test_gradients_by_name_are_the_same(device):
         expected = gradients(layer, x)
     found, _ = replays(lambda: gradients(layer, x))
     assert all(same_bits(each, expected) for each in found)
+
+
+def test_inputs_that_are_refused_say_why_as_before(device):
+    layer = make_layer(dtype=BF16)
+    for _ in range(3):
+        with pytest.raises(TypeError, match="x is None, but it must be a Tensor"):
+            layer(None)
+        with pytest.raises(TypeError, match="x has layout torch.sparse_coo"):
+            layer(make_x(dtype=BF16).detach().to_sparse())
+        with pytest.raises(ValueError, match="x is on meta, but MoELayer runs on cuda or cpu"):
+            layer(make_x(dtype=BF16).detach().to("meta"))
