@@ -143,6 +143,16 @@ def test_frozen_weights_and_an_input_without_a_gradient(device):
     check_replays(lambda: step(layer, make_x(dtype=BF16)))
 
 
+def test_each_choice_of_gradients_has_a_plan_of_its_own(device):
+    layer, x = make_layer(dtype=BF16), make_x(dtype=BF16)
+    names = ("wg", "w1", "w2", "w3")
+    for frozen in names:
+        for name in names:
+            getattr(layer, name).requires_grad_(name != frozen)
+        leaves = [x, *(getattr(layer, name) for name in names if name != frozen)]
+        check_replays(lambda leaves=leaves: torch.autograd.grad(layer(x).out.float().square().sum(), leaves))
+
+
 def test_losses_with_and_without_gradients_and_one_gradient_for_both(device):
     layer, x = make_layer(dtype=BF16), make_x(dtype=BF16)
 
@@ -151,6 +161,8 @@ def test_losses_with_and_without_gradients_and_one_gradient_for_both(device):
 
     for take in (
         lambda result: result.out.float().square().sum(),
+        lambda result: 2 * result.load_balancing_loss,
+        lambda result: 2 * result.router_z_loss,
         lambda result: result.load_balancing_loss + result.router_z_loss,  # the same tensor is the gradient of both
         lambda result: result.out.float().sum() + 2 * result.router_z_loss,
     ):
