@@ -472,3 +472,10 @@ def test_inputs_that_are_refused_say_why_as_before(device):
             layer(make_x(dtype=BF16).detach().to_sparse())
         with pytest.raises(ValueError, match="x is on meta, but MoELayer runs on cuda or cpu"):
             layer(make_x(dtype=BF16).detach().to("meta"))
+
+
+def test_weights_that_are_not_contiguous_are_copied_in_each_step(device):
+    layer, x = make_layer(dtype=BF16), make_x(dtype=BF16)
+    layer.w1 = torch.nn.Parameter(layer.w1.detach().transpose(1, 2).contiguous().transpose(1, 2))
+    assert not layer.w1.is_contiguous()
+    check_replays(lambda: step(layer, x))
