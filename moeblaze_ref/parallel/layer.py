@@ -81,6 +81,8 @@ class ExpertParallelMoE(KernelMoE):
     owners: Tensor  # (E,) int32: each expert's rank
     here: Tensor  # (E,) int32: its place on this rank, or EMPTY
 
+    has_launch_plans = False  # each forward waits for the host, and ranks exchange rows between the launches
+
     def __init__(
         self,
         d: int,
