@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.nn.launch_plans import without_launch_plans
+from moeblaze_ref.nn.launch_plans import use_launch_plans, without_launch_plans
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.device import Device
 
@@ -51,7 +51,11 @@ def time_host(preset: str, config: MoEConfig, repetitions: int, device: Device) 
     works = works_of(config, device)
     contenders: dict[Any, Callable[[], object]] = {UNIT: unit_of(device)}
     contenders |= {(name, plans): _called(work, plans) for name, work in works.items() for plans in (False, True)}
-    samples = _samples(contenders, repetitions, device)
+    before = use_launch_plans()
+    try:
+        samples = _samples(contenders, repetitions, device)
+    finally:
+        use_launch_plans(before)
     unit = statistics.median(samples[UNIT])
     return [
         asdict(

@@ -98,7 +98,15 @@ class _Cache:
 
 
 _cache = _Cache()
+_in_use = False  # until they are shown on a GPU
 _allowed: ContextVar[bool] = ContextVar("allowed", default=True)
+
+
+def use_launch_plans(wanted: bool = True) -> bool:
+    """Let the layers of all threads replay launch plans from now on, or no longer; return whether they did before."""
+    global _in_use
+    before, _in_use = _in_use, wanted
+    return before
 
 
 def launch_plan_counts() -> Counts:
@@ -125,11 +133,11 @@ def without_launch_plans() -> Iterator[None]:
 
 
 def planned(system: System, layouts: Any = None) -> System:
-    """Return the system with launch plans, unless this thread goes without them.
+    """Return the system with launch plans if they are in use, and this thread does not go without them.
 
     ``layouts`` are those of what its forward will be given, if they are known: `torch_operands.layouts_of`.
     """
-    return Planned(system, layouts) if _allowed.get() else system
+    return Planned(system, layouts) if _in_use and _allowed.get() else system
 
 
 class Planned(NamedTuple):

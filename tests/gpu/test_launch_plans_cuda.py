@@ -11,7 +11,14 @@ from torch_layers import make_layer as make_any_layer
 
 from moeblaze_ref.core.config import POLICIES, MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
-from moeblaze_ref.nn import Experts, clear_launch_plans, graphed, launch_plan_counts, without_launch_plans
+from moeblaze_ref.nn import (
+    Experts,
+    clear_launch_plans,
+    graphed,
+    launch_plan_counts,
+    use_launch_plans,
+    without_launch_plans,
+)
 from moeblaze_ref.runtime.declarations import TENSOR_MAP, Parameter
 from moeblaze_ref.runtime.launch_plan.events import Launch, MapOf, Pointer
 from moeblaze_ref.runtime.launch_plan.sender import Sender
@@ -30,7 +37,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.fixture(autouse=True)
 def no_plans_of_others():
     clear_launch_plans()
+    before = use_launch_plans()
     yield
+    use_launch_plans(before)
     clear_launch_plans()
 
 

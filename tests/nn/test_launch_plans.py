@@ -21,6 +21,7 @@ from moeblaze_ref.nn import (
     launch_plan_counts,
     launch_plans,
     torch_node,
+    use_launch_plans,
     without_launch_plans,
 )
 from moeblaze_ref.runtime.simt.cache import SimtUnavailable
@@ -31,7 +32,9 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def no_plans_of_others():
     clear_launch_plans()
+    before = use_launch_plans()
     yield
+    use_launch_plans(before)
     clear_launch_plans()
 
 
@@ -479,3 +482,15 @@ def test_weights_that_are_not_contiguous_are_copied_in_each_step(device):
     layer.w1 = torch.nn.Parameter(layer.w1.detach().transpose(1, 2).contiguous().transpose(1, 2))
     assert not layer.w1.is_contiguous()
     check_replays(lambda: step(layer, x))
+
+
+def test_layers_have_no_plans_unless_they_are_asked_for(device):
+    assert use_launch_plans(False)
+    layer, x = make_layer(), make_x()
+    for _ in range(4):
+        step(layer, x)
+    assert launch_plan_counts() == (0, 0)
+    assert not use_launch_plans()
+    for _ in range(4):
+        step(layer, x)
+    assert launch_plan_counts().replayed > 0
