@@ -19,9 +19,9 @@ from moeblaze_ref.placement.trace import Profile
 from moeblaze_ref.placement.unions import COLD, HOT
 
 # Chosen on random halves of other seeds, 100 and up, than those that are published.
-LOAD_WEIGHT = 10.0
+LOAD_WEIGHT = 12.0
 STEPS = 3000  # tried in a layer
-COUNTED = 16_384  # tokens at most that a search counts: every n-th of a longer trace
+COUNTED = 32_768  # tokens at most that a search counts: every n-th of a longer trace
 
 
 def dedup_copies(
