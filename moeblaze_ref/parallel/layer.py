@@ -26,7 +26,7 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_layer import DTYPES, KernelMoE
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
 from moeblaze_ref.parallel.batch import BatchGating
-from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.ranks import RankGroup, Ranks
 from moeblaze_ref.parallel.trip import Trip
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.runtime.torch_bridge import Bridge
@@ -49,8 +49,8 @@ class ExpertParallelMoE(KernelMoE):
         Which rank has which expert; a rank may have none.
     layer : int
         Which layer of the placement this is.
-    ranks : Ranks, optional
-        Default: all of ``torch.distributed``.
+    ranks : RankGroup, optional
+        Default: `Ranks` of all of ``torch.distributed``.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class ExpertParallelMoE(KernelMoE):
         activation: str = "swiglu",
         policy: str = "minimal",
         renormalize: bool = False,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
@@ -169,7 +169,7 @@ class _OverRanks(NamedTuple):
     activation: str
     policy: str
     renormalize: bool
-    ranks: Ranks
+    ranks: RankGroup
     owners: Tensor
     here: Tensor
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from moeblaze_ref.backends.raw_cuda.dispatch import build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Array, Dispatch
-from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.ranks import RankGroup
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems.layer import Stages
 
@@ -29,12 +29,12 @@ class Trip:
     it.
     """
 
-    def __init__(self, ranks: Ranks, stages: Stages, bridge: Bridge, copies: Dispatch, counts: Counts):
+    def __init__(self, ranks: RankGroup, stages: Stages, bridge: Bridge, copies: Dispatch, counts: Counts):
         self._ranks, self._combine, self._bridge = ranks, stages.combine, bridge
         self._copies, self.counts = copies, counts
 
     @classmethod
-    def planned(cls, ranks: Ranks, stages: Stages, bridge: Bridge, topk_experts: Tensor, owners: Tensor) -> "Trip":
+    def planned(cls, ranks: RankGroup, stages: Stages, bridge: Bridge, topk_experts: Tensor, owners: Tensor) -> "Trip":
         """The trip of tokens to their experts; the host learns how many rows come.
 
         Parameters
@@ -59,7 +59,7 @@ class Trip:
 
     @classmethod
     def again(
-        cls, ranks: Ranks, stages: Stages, bridge: Bridge, arrays: dict[str, Array], k: int, counts: Counts
+        cls, ranks: RankGroup, stages: Stages, bridge: Bridge, arrays: dict[str, Array], k: int, counts: Counts
     ) -> "Trip":
         """The same trip, from what `tensors` and `counts` gave; ``arrays`` loses those of `tensors`."""
         copies = Dispatch(**{name: arrays.pop(_kept(name)) for name in STRUCTURES}, k=k)
@@ -93,7 +93,7 @@ def first_slots(homes: Tensor) -> Tensor:
     return homes.masked_fill(earlier, EMPTY)
 
 
-def _counts(ranks: Ranks, copies: Tensor, homes: Tensor) -> Counts:
+def _counts(ranks: RankGroup, copies: Tensor, homes: Tensor) -> Counts:
     """Exchange the numbers of rows and choices to and from each rank; the host waits for them."""
     each = torch.arange(ranks.size, device=homes.device)
     sent = torch.stack([(slots[:, :, None] == each).sum(dim=(0, 1)) for slots in (copies, homes)], dim=1)  # (G, 2)
