@@ -94,6 +94,8 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
     """
     if name.endswith(".npz"):
         found = maps.load(Path(name))
+        if isinstance(found, maps.Copies):
+            raise ValueError(f"{name} has copies of experts, but here every expert has one GPU")
     else:
         from moeblaze_ref.placement import methods  # it needs OR-Tools, which a file does not
 

@@ -207,8 +207,8 @@ def _info(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return info
 
 
-def load_npz(path: Path, needed: str) -> dict[str, np.ndarray]:
-    """The arrays of an npz, which must hold one called ``needed``; nothing in it is ever unpickled.
+def load_npz(path: Path, needed: str, *instead: str) -> dict[str, np.ndarray]:
+    """The arrays of an npz, which must hold ``needed`` or one named ``instead``; nothing in it is ever unpickled.
 
     Raises
     ------
@@ -229,6 +229,7 @@ def load_npz(path: Path, needed: str) -> dict[str, np.ndarray]:
                 found = {name: arrays[name] for name in arrays.files}
         except Exception:  # what zipfile, zlib and numpy raise of a damaged file has no other type in common
             raise ValueError(f"{Path(path).name} is truncated, or no npz of plain arrays") from None
-    if needed not in found:
-        raise ValueError(f"{Path(path).name} has no {needed}, but only {', '.join(found) or 'nothing'}")
+    if not found.keys() & {needed, *instead}:
+        wanted = " or ".join([needed, *instead])
+        raise ValueError(f"{Path(path).name} has no {wanted}, but only {', '.join(found) or 'nothing'}")
     return found

@@ -1,4 +1,4 @@
-"""A placement map: the GPU of every expert in every layer, with the model that it is for."""
+"""Placement maps: the GPU of every expert, or its GPUs if it has copies, in every layer of a model."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +13,43 @@ from moeblaze_ref.core.traces import INTEGERS, load_npz
 NOWHERE = -1
 
 
+class Map:
+    """What maps have in common, without copies (`Placement`) and with them (`Copies`)."""
+
+    model: str
+
+    @property
+    def _of_experts(self) -> np.ndarray:
+        """An array whose first axes are layers and experts."""
+        raise NotImplementedError
+
+    @property
+    def layers(self) -> int:
+        """MoE layers."""
+        return self._of_experts.shape[0]
+
+    @property
+    def E(self) -> int:
+        """Experts of a layer."""
+        return self._of_experts.shape[1]
+
+    def shares(self) -> np.ndarray:
+        """The share of each expert's tokens that each GPU serves, (layers, E, G) float64."""
+        raise NotImplementedError
+
+    def check_fits(self, layers: int, num_experts: int, model: str = ""):
+        """The map is for a model of this shape, and of this name where both are known."""
+        if (self.layers, self.E) != (layers, num_experts):
+            raise ValueError(
+                f"the map is for {self.layers} layers of {self.E} experts, but the model has {layers} layers of "
+                f"{num_experts}"
+            )
+        if self.model and model and self.model != model:
+            raise ValueError(f"the map is for {self.model}, but the model is {model}")
+
+
 @dataclass(frozen=True, eq=False)
-class Placement:
+class Placement(Map):
     """A placement: the GPU of every expert, layer by layer.
 
     Parameters
@@ -43,14 +78,8 @@ class Placement:
         _check_assigned(self.assignment, self.num_gpus)
 
     @property
-    def layers(self) -> int:
-        """MoE layers."""
-        return self.assignment.shape[0]
-
-    @property
-    def E(self) -> int:
-        """Experts of a layer."""
-        return self.assignment.shape[1]
+    def _of_experts(self) -> np.ndarray:
+        return self.assignment
 
     def shares(self) -> np.ndarray:
         """The share of each expert's tokens that each GPU serves, (layers, E, G) float64: here one GPU all of them."""
@@ -64,15 +93,70 @@ class Placement:
         """The experts of each GPU in one layer, ascending."""
         return [np.flatnonzero(self.assignment[layer] == gpu).tolist() for gpu in range(self.num_gpus)]
 
-    def check_fits(self, layers: int, num_experts: int, model: str = ""):
-        """The map is for a model of this shape, and of this name where both are known."""
-        if (self.layers, self.E) != (layers, num_experts):
-            raise ValueError(
-                f"the map is for {self.layers} layers of {self.E} experts, but the model has {layers} layers of "
-                f"{num_experts}"
-            )
-        if self.model and model and self.model != model:
-            raise ValueError(f"the map is for {self.model}, but the model is {model}")
+
+@dataclass(frozen=True, eq=False)
+class Copies(Map):
+    """A placement with copies: the GPUs of every expert, layer by layer. `copies.choose` says which one a token uses.
+
+    Parameters
+    ----------
+    held : array (layers, E, G) bool
+        held[l, e, g] is True where GPU g has a copy of expert e in layer l.
+    num_nodes : int
+        Nodes of equally many neighbouring GPUs.
+    model : str
+        Which model it is for; empty if unknown.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an expert is on no GPU, or the nodes do not divide the GPUs.
+    """
+
+    held: np.ndarray
+    num_nodes: int = 1
+    model: str = ""
+
+    def __post_init__(self):
+        checks.check_array("held", self.held, 3, ("bool",))
+        for name, number in (("layers", self.layers), ("E", self.E), ("num_gpus", self.num_gpus)):
+            checks.check_int(name, number, 1)
+        check_nodes(self.num_nodes, self.num_gpus)
+        nowhere = checks.first(~self.held.any(axis=2))
+        if nowhere:
+            raise ValueError(f"layer {nowhere[0]}: expert {nowhere[1]} is on no GPU, but every expert needs one")
+
+    @classmethod
+    def of(cls, placement: Placement, num_nodes: int = 1) -> "Copies":
+        """The same map, in which every expert has one copy."""
+        return cls(placement.shares() > 0, num_nodes, placement.model)
+
+    @property
+    def _of_experts(self) -> np.ndarray:
+        return self.held
+
+    @property
+    def num_gpus(self) -> int:
+        """G."""
+        return self.held.shape[2]
+
+    def shares(self) -> np.ndarray:
+        """The share of each expert's tokens that each GPU serves if copies share evenly, (layers, E, G) float64."""
+        return self.held / self.held.sum(axis=2, keepdims=True)
+
+    def sizes(self) -> np.ndarray:
+        """Experts of each GPU in each layer, copies too, (layers, G) int64."""
+        return self.held.sum(axis=1)
+
+    def hosts(self, layer: int) -> list[list[int]]:
+        """The experts of each GPU in one layer, ascending."""
+        return [np.flatnonzero(of_gpu).tolist() for of_gpu in self.held[layer].T]
+
+
+def check_nodes(num_nodes: int, num_gpus: int):
+    """Nodes have equally many GPUs."""
+    if num_gpus % checks.check_int("num_nodes", num_nodes, 1):
+        raise ValueError(f"num_nodes is {num_nodes}, but it must divide the {num_gpus} GPUs")
 
 
 def _check_assigned(assignment, num_gpus):
@@ -119,10 +203,11 @@ def from_hosts(hosts: Sequence[Sequence[Sequence[int]]], num_experts: int, model
     return Placement(assignment, len(hosts[0]) if hosts else 0, model)
 
 
-def save(path: Path, placement: Placement, force: bool = False):
+def save(path: Path, placement: Placement | Copies, force: bool = False):
     """Write a map as npz: `assignment` (layers, E) int32, `num_gpus`, `model`.
 
-    A map that is there is replaced; another file only with ``force``.
+    A map with copies has `held` (layers, E, G) bool and `num_nodes` instead of `assignment` and `num_gpus`. A map that
+    is there is replaced; another file only with ``force``.
 
     Raises
     ------
@@ -134,14 +219,12 @@ def save(path: Path, placement: Placement, force: bool = False):
 
     def write(part: Path) -> None:
         with part.open("wb") as file:  # np.savez would add a suffix to the name
-            np.savez_compressed(
-                file, assignment=placement.assignment, num_gpus=placement.num_gpus, model=placement.model
-            )
+            np.savez_compressed(file, **vars(placement))
 
     records.replace(Path(path), write, load, force)
 
 
-def load(path: Path) -> Placement:
+def load(path: Path) -> Placement | Copies:
     """A map from a file of `save`.
 
     Raises
@@ -149,15 +232,28 @@ def load(path: Path) -> Placement:
     OSError
         If the file cannot be read.
     ValueError, TypeError
-        If it is no npz, lacks an array, holds what are no integers, or `Placement` refuses what it holds.
+        If it is no npz, lacks an array, holds what are no integers, or `Placement` or `Copies` refuses what it holds.
     """
-    arrays = load_npz(path, "assignment")
+    arrays = load_npz(path, "assignment", "held")
+    return (_copies if "held" in arrays else _placement)(arrays, Path(path).name)
+
+
+def _placement(arrays, name) -> Placement:
     checks.check_array("assignment", arrays["assignment"], 2, INTEGERS)
-    if "num_gpus" not in arrays:
-        raise ValueError(f"{Path(path).name} has no num_gpus")
-    checks.check_array("num_gpus", arrays["num_gpus"], 0, INTEGERS)
-    num_gpus = int(arrays["num_gpus"])
+    num_gpus = _number(arrays, "num_gpus", name)
     check_gpus(num_gpus, arrays["assignment"].shape[1])
     _check_assigned(arrays["assignment"], num_gpus)  # before int32 would wrap what is too large for it
     assignment = np.ascontiguousarray(arrays["assignment"], np.int32)
     return Placement(assignment, num_gpus, str(arrays.get("model", "")))
+
+
+def _copies(arrays, name) -> Copies:
+    return Copies(arrays["held"], _number(arrays, "num_nodes", name), str(arrays.get("model", "")))
+
+
+def _number(arrays, key, name) -> int:
+    """One whole number of a file."""
+    if key not in arrays:
+        raise ValueError(f"{name} has no {key}")
+    checks.check_array(key, arrays[key], 0, INTEGERS)
+    return int(arrays[key])
