@@ -34,26 +34,24 @@ class Trip:
         self._copies, self.counts = copies, counts
 
     @classmethod
-    def planned(cls, ranks: RankGroup, stages: Stages, bridge: Bridge, topk_experts: Tensor, owners: Tensor) -> "Trip":
+    def planned(cls, ranks: RankGroup, stages: Stages, bridge: Bridge, homes: Tensor) -> "Trip":
         """The trip of tokens to their experts; the host learns how many rows come.
 
         Parameters
         ----------
         ranks, stages, bridge
             As in `Trip`.
-        topk_experts : Tensor (L, k) int32
-        owners : Tensor (E,) int32
-            Every expert's rank.
+        homes : Tensor (L, k) int32
+            The rank of each expert that a token uses.
 
         Raises
         ------
         ValueError
             If more rows come than the index structures take.
         """
-        homes = owners[topk_experts.long()]  # (L, k)
         copies = first_slots(homes)
         counts = _counts(ranks, copies, homes)
-        checks.check_routed_rows(sum(counts.received), topk_experts.shape[1])
+        checks.check_routed_rows(sum(counts.received), homes.shape[1])
         dispatch = build_part.unchecked(bridge.array(copies), ranks.size, sum(counts.sent), bridge.executor)
         return cls(ranks, stages, bridge, dispatch.map(bridge.tensor), counts)
 
