@@ -59,11 +59,11 @@ def tokens_sent(placement, topk):
 
     A row begins with the number of its token.
     """
-    found = []
-    for layer in range(LAYERS):
+    found, (tokens, layers, k) = [], topk.shape
+    for layer in range(layers):
         ranks = Noted()
-        mine = np.arange(ranks.rank, TOKENS, G)
-        moe = ExpertParallelMoE(D, H, E, K, placement, layer, ranks=ranks)
+        mine = np.arange(ranks.rank, tokens, G)
+        moe = ExpertParallelMoE(D, H, placement.E, k, placement, layer, ranks=ranks)
         x = torch.randn(len(mine), D)
         x[:, 0] = torch.from_numpy(mine)
         ranks.noted.clear()  # of weights, which agree at the start
@@ -75,16 +75,15 @@ def tokens_sent(placement, topk):
 
 def counted(placement, trace):
     """Rows to each GPU and to each node, (layers, G) and (layers, nodes), as the layer sends them over gloo."""
-    of_ranks = local.run(tokens_sent, G, placement, trace.topk)
-    to_gpus = np.zeros((LAYERS, TOKENS, G), bool)
-    rows = np.zeros((LAYERS, G))
-    for sent in of_ranks:
-        for layer in range(LAYERS):
-            for gpu in range(G):
-                to_gpus[layer, sent[layer][gpu], gpu] = True
-                rows[layer, gpu] += len(sent[layer][gpu])
+    tokens, layers, _ = trace.topk.shape
+    to_gpus, rows = np.zeros((layers, tokens, G), bool), np.zeros((layers, G))
+    for of_layers in local.run(tokens_sent, G, placement, trace.topk):
+        for layer, of_gpus in enumerate(of_layers):
+            for gpu, sent in enumerate(of_gpus):
+                to_gpus[layer, sent, gpu] = True
+                rows[layer, gpu] += len(sent)
     assert (to_gpus.sum(axis=1) == rows).all()  # no token twice
-    return rows, to_gpus.reshape(LAYERS, TOKENS, NODES, -1).any(axis=3).sum(axis=1)
+    return rows, to_gpus.reshape(layers, tokens, NODES, -1).any(axis=3).sum(axis=1)
 
 
 def test_rows_of_a_map_without_copies(placement, trace):
