@@ -28,6 +28,7 @@ from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
 from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.copies import Holders, SharedExperts
 from moeblaze_ref.parallel.ranks import RankGroup, Ranks
+from moeblaze_ref.parallel.state import keep_by_expert
 from moeblaze_ref.parallel.trip import Trip
 from moeblaze_ref.placement.maps import Copies, Placement
 from moeblaze_ref.runtime.torch_bridge import Bridge
@@ -77,6 +78,13 @@ class ExpertParallelMoE(KernelMoE):
     copies the gradients are summed over the ranks that hold it, in the order of ranks. All copies get the same bits: by
     the same optimizer they stay alike. At the start they have the weights of the first.
 
+    Within a mesh, give the layer the ranks of one axis: ``Ranks(mesh["ep"].get_group())``. Over the other axis, of data
+    parallelism, nothing is summed here: average all gradients over it, as ``DistributedDataParallel`` does with
+    ``process_group=mesh["dp"].get_group()``. The two losses are those of the tokens of one group.
+
+    ``state_dict`` has this rank's experts under their ids, and ``load_state_dict`` takes them so: see
+    `parallel.state`.
+
     All ranks make the same calls, forward and backward, and want the same gradients. The host waits for the device once
     a forward: it must know how many rows come. What a rank keeps for the backward is what `MoELayer` keeps for as many
     tokens as came, their rows too. Partial sums travel in the dtype of x.
@@ -114,6 +122,7 @@ class ExpertParallelMoE(KernelMoE):
         mine = {"d": d, "h": h, "E": E, "k": k, "activation": activation, "renormalize": renormalize}
         _check_alike(ranks, mine | {"dtype": self.wg.dtype}, _digest(held, copies.num_nodes, layer), device)
         self._agree()
+        keep_by_expert(self)
 
     @torch.no_grad()
     def _agree(self):
