@@ -136,6 +136,6 @@ class SharedExperts(nn.Module):
         return rows
 
     def _exchange(self, rows):
-        """Of each rank, which experts it shares with this one, and its rows of them."""
+        """Return which of the n experts each rank holds too, and its rows of them."""
         came = self.ranks.exchange(rows[self.places[self.shared]], self.counts, self.counts)
         return list(zip(self.shared.split(self.counts), came.split(self.counts), strict=True))
