@@ -130,6 +130,18 @@ def test_rows_that_travel_are_counted_once_a_token_and_rank():
     np.testing.assert_allclose(Costs(on, 0.5, 0.0).exchange_seconds(placement, [first, second]), 0.5 + mean)
 
 
+def test_rows_to_copies_are_those_of_the_rule():
+    held = np.zeros((1, 4, 3), bool)
+    held[0, [0, 1, 2, 3, 3, 3], [0, 1, 2, 0, 1, 2]] = True  # expert 3 is everywhere
+    window = np.array([[[3]], [[3]], [[3]], [[0]], [[3]], [[2]]])  # two tokens of each GPU
+    copies = maps.Copies(held)
+    np.testing.assert_array_equal(rows_of(copies, window), [[3, 1, 2]])
+    np.testing.assert_array_equal(rows_sent(copies, window), [[[2, 0, 0], [1, 1, 0], [0, 0, 2]]])
+    placement = Placement(np.array([[0, 1, 1, 2, 0], [2, 2, 1, 0, 0]], np.int32), 3)
+    window = synthetic_trace(12, 2, 5, 3, seed=4).topk
+    np.testing.assert_array_equal(rows_sent(maps.Copies.of(placement), window), rows_sent(placement, window))
+
+
 def test_experts_are_done_when_the_fullest_gpu_of_each_window_is():
     placement = Placement(np.array([[0, 0, 1]], np.int32), 2)
     left, right = np.array([[[0, 1]], [[0, 1]]]), np.array([[[0, 2]], [[2, 1]]])  # rows of the GPUs: 4, 0 and 2, 2

@@ -162,6 +162,33 @@ def test_copies_change_nothing(size, case):
                 assert error(gradient, once[expert]) < WITHOUT_BOUND, (what, expert)
 
 
+SMALL = np.array([[1, 1, 1], [0, 1, 0], [0, 1, 1]], bool)  # (E, G): rank 0 has expert 0, rank 1 all
+
+
+def over_holders(ranks, call, values, dtype):
+    """What a call writes over the rows of this rank's experts, each of which is the rank's value."""
+    rows = torch.full((int(SMALL[:, ranks.rank].sum()), 1, 2), values[ranks.rank], dtype=dtype)
+    written = getattr(SharedExperts(ranks, SMALL), call)(rows)
+    assert written is rows
+    return written[:, 0, 0].tolist()
+
+
+def test_holders_sum_in_the_order_of_ranks():
+    """The values are such that another order, or sums in float16, give other numbers."""
+    found = threads.run(over_holders, 3, "sum", (1e8, -1e8, 1.0), torch.float32)
+    assert found == [[1.0], [1.0, -1e8, -1e8], [1.0, -1e8]]
+    narrow = threads.run(over_holders, 3, "sum", (60000.0, 30000.0, -60000.0), torch.float16)
+    assert narrow == [[30000.0], [30000.0, 30000.0, -30000.0], [30000.0, -30000.0]]
+
+
+def test_holders_begin_with_the_first():
+    assert threads.run(over_holders, 3, "spread", (5.0, 6.0, 7.0), torch.float32) == [
+        [5.0],
+        [5.0, 6.0, 6.0],
+        [5.0, 6.0],
+    ]
+
+
 # What travels -------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from moeblaze_ref.parallel import local
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.placement import traffic
-from moeblaze_ref.placement.copies import routes
+from moeblaze_ref.placement.copies import choose, sources
 from moeblaze_ref.placement.maps import Copies, Placement
 
 LAYERS, E, K, TOKENS = 2, 12, 3, 230
@@ -96,7 +96,9 @@ def test_rows_of_a_map_without_copies(placement, trace):
 
 def test_rows_of_a_map_with_copies(copies, placement, trace):
     rows, to_nodes = counted(copies, trace)
-    to_gpus = (routes(trace, copies)[..., None] == np.arange(G)).any(axis=2)  # (tokens, layers, G)
+    source = sources(TOKENS, G)
+    homes = np.stack([choose(trace.topk[:, l], source, held, NODES) for l, held in enumerate(copies.held)], axis=1)
+    to_gpus = (homes[..., None] == np.arange(G)).any(axis=2)  # (tokens, layers, G)
     np.testing.assert_array_equal(rows, to_gpus.sum(axis=0))
     np.testing.assert_array_equal(to_nodes, to_gpus.reshape(TOKENS, LAYERS, NODES, -1).any(axis=3).sum(axis=0))
     assert rows.sum() < traffic.visits(trace, placement.shares()).sum()  # copies save rows
