@@ -17,6 +17,7 @@ SIZES = {"d": 16, "h": 24, "E": 5, "k": 2}
 TOKENS = ((13, 8), (6, 11))  # of each group, of each rank in it
 BOUND = 1e-5
 STEPS, RATE = 2, 0.1
+LOSSES = (0.0, 1.0)  # by which the router's losses are multiplied
 MAPS = {
     "without copies": Placement(np.array([[1, 0, 0, 1, 0]], np.int32), 2),
     "with copies": Copies(np.array([[[1, 1], [1, 0], [0, 1], [1, 1], [0, 1]]], bool)),
@@ -39,15 +40,28 @@ def loss_of(result, weight, of_losses):
     return (result.out * weight).sum() + of_losses * (0.7 * result.load_balancing_loss + 0.3 * result.router_z_loss)
 
 
-def trained(placement, of_losses):
-    """This process's experts, its gradients in each step, and its weights after the last."""
+def trained():
+    """What this process trains by each map and with each weight of the router's losses.
+
+    Its experts, its gradients in each step, and its weights after the last.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    batch = inputs()[mesh.get_local_rank("dp")][mesh.get_local_rank("ep")]
+    return {(name, of_losses): train(mesh, MAPS[name], *batch, of_losses) for name in MAPS for of_losses in LOSSES}
+
+
+def train(mesh, placement, x, weight, of_losses):
     layer = ExpertParallelMoE(placement=placement, ranks=Ranks(mesh["ep"].get_group()), **SIZES)
     layer.take(whole())
     model = DistributedDataParallel(layer, process_group=mesh["dp"].get_group())
-    batch = inputs()[mesh.get_local_rank("dp")][mesh.get_local_rank("ep")]
-    gradients = steps(layer, lambda: loss_of(model(batch[0]), batch[1], of_losses).backward())
+    gradients = steps(layer, lambda: loss_of(model(x), weight, of_losses).backward())
     return layer.experts, gradients, {name: weight.detach() for name, weight in layer.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def of_processes():
+    """What each of four processes trains."""
+    return local.run(trained, 4)
 
 
 def trained_on_one_device(batches, of_losses):
@@ -79,10 +93,10 @@ def assert_gradients_are_parts(experts, gradients, expected):
         assert error(gradients[name], part) < BOUND, name
 
 
-@pytest.mark.parametrize("placement", MAPS.values(), ids=MAPS)
-def test_a_mesh_trains_as_one_device(placement):
+@pytest.mark.parametrize("name", MAPS)
+def test_a_mesh_trains_as_one_device(name, of_processes):
     expected = trained_on_one_device([torch.cat(group, dim=1) for group in inputs()], 1.0)
-    found = local.run(trained, 4, placement, 1.0)
+    found = [each[name, 1.0] for each in of_processes]
     for experts, gradients, _ in found:
         for mine, whole_gradients in zip(gradients, expected, strict=True):
             assert_gradients_are_parts(experts, mine, whole_gradients)
@@ -98,8 +112,9 @@ def assert_copies_stay_alike(found):
                 assert torch.equal(weight, first.setdefault((name, expert), weight)), (name, expert)
 
 
-def test_without_the_routers_losses_it_is_one_batch():
+@pytest.mark.parametrize("name", MAPS)
+def test_without_the_routers_losses_it_is_one_batch(name, of_processes):
     """Of sums over tokens, the mean over the groups is half of the gradient of all tokens together."""
     (expected, _) = trained_on_one_device([torch.cat([rank for group in inputs() for rank in group], dim=1)], 0.0)
-    for experts, (gradients, _), _ in local.run(trained, 4, MAPS["with copies"], 0.0):
+    for experts, (gradients, _), _ in (each[name, 0.0] for each in of_processes):
         assert_gradients_are_parts(experts, gradients, {name: all / 2 for name, all in expected.items()})

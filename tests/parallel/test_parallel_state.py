@@ -57,42 +57,49 @@ def save(folder, placement):
     checkpoint.save(taken(Ranks(), placement).state_dict(), checkpoint_id=folder)
 
 
-def load(folder, placement):
-    """Load what other ranks have saved, and compare it with the whole layer."""
-    model = empty(Ranks(), placement)
+def load(*folders):
+    """Load what was saved in each folder, and compare it with the whole layer."""
+    for folder in folders:
+        load_one(folder)
+    return dist.get_world_size()
+
+
+def load_one(folder):
+    model = empty(Ranks(), ON_TWO)
     state = model.state_dict()
     checkpoint.load(state, checkpoint_id=folder)
     model.load_state_dict(state)
     assert_is_part_of_the_whole(model.moe)
-    return dist.get_world_size()
 
 
-def test_what_four_ranks_save_two_load(tmp_path):
-    local.run(save, 4, tmp_path, ON_FOUR)
-    assert local.run(load, 2, tmp_path, ON_TWO) == [2, 2]
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory):
+    """A checkpoint of four ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    local.run(save, 4, folder, ON_FOUR)
+    return folder
+
+
+def test_what_four_ranks_or_one_device_save_two_ranks_load(of_four, tmp_path):
+    state = nn.ModuleDict({"moe": whole()}).state_dict()
+    checkpoint.save(by_expert(state, prefix="moe."), checkpoint_id=tmp_path)
+    assert local.run(load, 2, of_four, tmp_path) == [2, 2]
+
+
+def test_what_four_ranks_save_one_device_loads(of_four):
     one = nn.ModuleDict({"moe": MoELayer(**SIZES)})
-    checkpoint.load(by_expert(one.state_dict(), prefix="moe."), checkpoint_id=tmp_path)  # rows are views of the layer
+    rows = by_expert(one.state_dict(), prefix="moe.")  # views of the layer
+    checkpoint.load(rows, checkpoint_id=of_four)
     for weight, expected in zip(one.moe.parameters(), whole().parameters(), strict=True):
         assert torch.equal(weight, expected)
 
 
-def test_what_one_device_saves_ranks_load(tmp_path):
-    one = nn.ModuleDict({"moe": whole()})
-    checkpoint.save(by_expert(one.state_dict(), prefix="moe."), checkpoint_id=tmp_path)
-    assert local.run(load, 2, tmp_path, ON_TWO) == [2, 2]
-
-
-def refused_checkpoint(folder):
-    with pytest.raises(checkpoint.CheckpointException) as caught:
-        load(folder, ON_TWO)
-    return str(caught.value)
-
-
 def test_an_expert_that_was_not_saved_is_named(tmp_path):
-    state = by_expert(nn.ModuleDict({"moe": whole()}).state_dict(), prefix="moe.")
-    checkpoint.save({key: row for key, row in state.items() if key != "moe.experts.3.w1"}, checkpoint_id=tmp_path)
-    for said in local.run(refused_checkpoint, 2, tmp_path):
-        assert "Missing key in checkpoint state_dict: moe.experts.3.w1." in said
+    state = by_expert(whole().state_dict())
+    saved = {key: row for key, row in state.items() if key != "experts.3.w1"}
+    checkpoint.save(saved, checkpoint_id=tmp_path)
+    with pytest.raises(checkpoint.CheckpointException, match=r"Missing key in checkpoint state_dict: experts\.3\.w1\."):
+        checkpoint.load(state, checkpoint_id=tmp_path)
 
 
 # States in memory -----------------------------------------------------------------------------------------------------

@@ -53,8 +53,13 @@ class Noted(Ranks):
         return super().exchange(rows, sent, received)
 
 
+def tokens_sent(placements, topk):
+    """What this process sends under each map."""
+    return [tokens_sent_by(placement, topk) for placement in placements]
+
+
 @torch.no_grad()
-def tokens_sent(placement, topk):
+def tokens_sent_by(placement, topk):
     """The numbers of this rank's tokens that go to each rank, in every layer; token t of the trace is on rank t % G.
 
     A row begins with the number of its token.
@@ -73,11 +78,17 @@ def tokens_sent(placement, topk):
     return found
 
 
-def counted(placement, trace):
-    """Rows to each GPU and to each node, (layers, G) and (layers, nodes), as the layer sends them over gloo."""
+@pytest.fixture(scope="module")
+def counted(placement, copies, trace):
+    """Rows to each GPU and node that the layer sends over gloo by each map: (layers, G) and (layers, nodes)."""
+    of_ranks = local.run(tokens_sent, G, [placement, copies], trace.topk)
+    return [rows_and_nodes(of_map, trace) for of_map in zip(*of_ranks, strict=True)]
+
+
+def rows_and_nodes(of_ranks, trace):
     tokens, layers, _ = trace.topk.shape
     to_gpus, rows = np.zeros((layers, tokens, G), bool), np.zeros((layers, G))
-    for of_layers in local.run(tokens_sent, G, placement, trace.topk):
+    for of_layers in of_ranks:
         for layer, of_gpus in enumerate(of_layers):
             for gpu, sent in enumerate(of_gpus):
                 to_gpus[layer, sent, gpu] = True
@@ -86,16 +97,16 @@ def counted(placement, trace):
     return rows, to_gpus.reshape(layers, tokens, NODES, -1).any(axis=3).sum(axis=1)
 
 
-def test_rows_of_a_map_without_copies(placement, trace):
-    rows, to_nodes = counted(placement, trace)
+def test_rows_of_a_map_without_copies(counted, placement, trace):
+    (rows, to_nodes), _ = counted
     np.testing.assert_array_equal(rows, traffic.visits(trace, placement.shares()))
     np.testing.assert_array_equal(to_nodes, traffic.visits(trace, traffic.by_node(placement.shares(), NODES)))
     D, N = traffic.distinct(trace, placement.shares(), NODES)
     assert (rows.sum() / (LAYERS * TOKENS), to_nodes.sum() / (LAYERS * TOKENS)) == (D, N)
 
 
-def test_rows_of_a_map_with_copies(copies, placement, trace):
-    rows, to_nodes = counted(copies, trace)
+def test_rows_of_a_map_with_copies(counted, copies, placement, trace):
+    _, (rows, to_nodes) = counted
     source = sources(TOKENS, G)
     homes = np.stack([choose(trace.topk[:, l], source, held, NODES) for l, held in enumerate(copies.held)], axis=1)
     to_gpus = (homes[..., None] == np.arange(G)).any(axis=2)  # (tokens, layers, G)
