@@ -92,18 +92,16 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
     ValueError, TypeError, OSError
         If there is no such file or method, or it is for another model or another number of GPUs.
     """
+    found: maps.Map | None
     if name.endswith(".npz"):
         found = maps.load(Path(name))
-        if isinstance(found, maps.Copies):
-            raise ValueError(f"{name} has copies of experts, but here every expert has one GPU")
     else:
         from moeblaze_ref.placement import methods  # it needs OR-Tools, which a file does not
 
         checks.check_name("method of placement", name, methods.METHODS)
-        fitted = methods.METHODS[name](profile(sample), on, methods.Options()).placement
-        if fitted is None:
-            raise ValueError(f"{name} replicates experts, but here every expert has one GPU")
-        found = fitted
+        found = methods.METHODS[name](profile(sample), on, methods.Options()).placement
+    if not isinstance(found, Placement):
+        raise ValueError(f"{name} replicates experts, but here every expert has one GPU")
     found.check_fits(trace.topk.shape[1], trace.num_experts, trace.model)
     if found.num_gpus != on.num_gpus:
         raise ValueError(f"{name} is for {found.num_gpus} GPUs, but there are {on.num_gpus} ranks")

@@ -71,6 +71,14 @@ def place(
     limit: Annotated[
         float, typer.Option(help="Method joint: the most load a GPU may have, as a multiple of the mean.")
     ] = 1.02,
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Experts of a layer on a GPU where they have copies, by default E / G and one more."),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Methods eplb...: nodes; the topology's by default.")] = None,
+    groups: Annotated[
+        int | None, typer.Option(help="Methods eplb...: groups of experts, each on one node; E by default.")
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes among which methods and splits are spread.", min=1)] = 1,
     out: Annotated[
         Path | None, to_file(help="Write the map of the method that is fastest by the objective, fitted to split 0.")
@@ -109,7 +117,16 @@ def place(
             print_note(f"{recorded.left_out} recorded tokens are left out: padding, or decodes of unknown requests")
         routed = expanded(recorded.trace, expand)
         on, costs = simulate.cluster(topology, gpus, d, h), traffic.runtime(topology, gpus, d, h)
-        options = methods.Options(bounds.parse(experts_per_gpu), solver, time_limit, limit, costs=costs)
+        options = methods.Options(
+            bounds.parse(experts_per_gpu),
+            solver,
+            time_limit,
+            limit,
+            costs=costs,
+            budget=budget,
+            nodes=nodes,
+            groups=groups,
+        )
         skipped = methods.too_large(asked, gpus)
         chosen = [name for name in asked if name not in skipped] or asked
         work = methods.jobs(routed, on, chosen, splits, options, tokens)
@@ -134,7 +151,7 @@ def place(
         caption = report.evaluated_on(splits, gpus, tokens)
         show(as_json, [row.as_dict() for row in rows], functools.partial(report.table, rows, caption))
         if output:
-            output.save(methods.fastest_map(trials, objective), force)
+            output.save(methods.fastest_map(trials, objective, budget is not None), force)
         along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve, jobs), strict=False))
         if plots:
             written = figures.save_all(_drawn(trials, list(along.values())), plots, force)
@@ -144,6 +161,7 @@ def place(
             asked_for: dict[str, Any] = {
                 **{"trace": named, "expand": expand, "model": routed.model, "gpus": gpus, "topology": topology},
                 **{"d": d, "h": h, "solver": solver, "time_limit": time_limit, "limit": limit, "objective": objective},
+                **{"budget": budget, "nodes": nodes, "groups": groups},
                 **{"skipped": skipped, "jobs": jobs, "peak_bytes": report.peak_bytes()},
             }
             content = asked_for | report.content(rows, trials, along, tokens)

@@ -81,17 +81,23 @@ def eplb(
     """
     check_gpus(num_gpus, profile.E)
     replicas = profile.E if replicas is None else checks.check_int("replicas", replicas, profile.E)
-    num_groups = num_groups or profile.E
-    for name, number, by, divisor in (
-        ("num_gpus", num_gpus, "num_nodes", num_nodes),
-        ("E", profile.E, "num_groups", num_groups),
-        ("replicas", replicas, "num_gpus", num_gpus),
-    ):
-        if number % divisor:
-            raise ValueError(f"{name} is {number}, but it must be a multiple of {by} = {divisor}")
+    num_groups = profile.E if num_groups is None else num_groups
+    check_groups(profile.E, num_gpus, num_nodes, num_groups)
+    _check_multiple("replicas", replicas, "num_gpus", num_gpus)
     if num_groups % num_nodes:
         num_nodes = 1
     return np.stack([_eplb_layer(load, num_gpus, replicas, num_nodes, num_groups) for load in profile.P])
+
+
+def check_groups(num_experts: int, num_gpus: int, num_nodes: int = 1, num_groups: int = 1) -> None:
+    """Nodes divide the GPUs, and groups the experts, as `eplb` needs it: an error names the numbers."""
+    _check_multiple("num_gpus", num_gpus, "num_nodes", checks.check_int("num_nodes", num_nodes, 1))
+    _check_multiple("E", num_experts, "num_groups", checks.check_int("num_groups", num_groups, 1))
+
+
+def _check_multiple(name, number, by, divisor):
+    if number % divisor:
+        raise ValueError(f"{name} is {number}, but it must be a multiple of {by} = {divisor}")
 
 
 def _eplb_layer(load, num_gpus, replicas, num_nodes, num_groups):
@@ -109,11 +115,14 @@ def _eplb_layer(load, num_gpus, replicas, num_nodes, num_groups):
     return shares
 
 
-def replicate(load: np.ndarray, replicas: int) -> np.ndarray:
-    """Return the copies of each of n experts, (n,) int: one each, then one more for the largest load per copy."""
+def replicate(load: np.ndarray, replicas: int, most: float = np.inf) -> np.ndarray:
+    """Return the copies of each of n experts, (n,) int: one each, then one more for the largest load per copy.
+
+    No expert has more than ``most``.
+    """
     copies = np.ones(len(load), int)
     for _ in range(replicas - len(load)):
-        copies[np.argmax(load / copies)] += 1
+        copies[np.argmax(np.where(copies < most, load / copies, -1))] += 1
     return copies
 
 

@@ -8,12 +8,18 @@ A trace does not say on which GPUs its tokens were. By convention token t of a t
 t // G of the batch (`sources`).
 """
 
+from dataclasses import dataclass
+
 import numba
 import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import INTEGERS, RoutingTrace
 from moeblaze_ref.placement.maps import Copies, check_nodes
+from moeblaze_ref.placement.unions import bits_set
+
+MOST_GPUS = 64  # their sets are bits of one word
+ZERO, ONE = np.uint64(0), np.uint64(1)
 
 
 def sources(tokens: int, num_gpus: int) -> np.ndarray:
@@ -57,6 +63,7 @@ def choose(topk: np.ndarray, source: np.ndarray, held: np.ndarray, num_nodes: in
     """
     checks.check_array("held", held, 2, ("bool",), contiguous=False)
     E, G = held.shape
+    checks.check_int("num_gpus", G, 1, MOST_GPUS)
     check_nodes(num_nodes, G)
     for name, array, rank, limit, what in (("topk", topk, 2, E, "experts"), ("source", source, 1, G, "GPUs")):
         checks.check_array(name, array, rank, INTEGERS, contiguous=False)
@@ -65,11 +72,28 @@ def choose(topk: np.ndarray, source: np.ndarray, held: np.ndarray, num_nodes: in
     nowhere = checks.first(~held.any(axis=1))
     if nowhere:
         raise ValueError(f"expert {nowhere[0]} is on no GPU, but every expert needs one")
-    return _choose(topk, source, *gpus_of(held), G // num_nodes)
+    return _choose(topk, source, bits_of(held), nodes_of(G, num_nodes), G)
 
 
-def routes(trace: RoutingTrace, copies: Copies) -> np.ndarray:
-    """The GPU that serves each token's choices in every layer, (tokens, layers, k) int32, by `choose`.
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """A trace with GPUs in the place of experts: those that serve each token's choices, which may be the same."""
+
+    topk: np.ndarray  #: (tokens, layers, k) int32
+    num_experts: int  #: G
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the trace."""
+        return len(self.topk)
+
+    def shares(self) -> np.ndarray:
+        """Each GPU serves its own rows, (layers, G, G) float64."""
+        return np.tile(np.eye(self.num_experts), (self.topk.shape[1], 1, 1))
+
+
+def routes(trace: RoutingTrace, copies: Copies) -> Routes:
+    """The GPUs that serve the tokens of a trace, by `choose`.
 
     Raises
     ------
@@ -79,54 +103,64 @@ def routes(trace: RoutingTrace, copies: Copies) -> np.ndarray:
     copies.check_fits(trace.topk.shape[1], trace.num_experts)
     source = sources(trace.tokens, copies.num_gpus)
     of_layers = [choose(trace.topk[:, l], source, held, copies.num_nodes) for l, held in enumerate(copies.held)]
-    return np.stack(of_layers, axis=1)
+    return Routes(np.stack(of_layers, axis=1), copies.num_gpus)
 
 
-def gpus_of(held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The GPUs of each expert, ascending, (E, G) int64, and how many of them are copies, (E,) int64."""
-    return np.argsort(~held, axis=1, kind="stable"), held.sum(axis=1)
+def bits_of(mask: np.ndarray) -> np.ndarray:
+    """Sets of GPUs as bits, (n,) uint64, from a mask (n, G)."""
+    return (mask.astype(np.uint64) << np.arange(mask.shape[1], dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
+
+
+def nodes_of(num_gpus: int, num_nodes: int) -> np.ndarray:
+    """The GPUs of each node as bits, (nodes,) uint64."""
+    return bits_of(np.arange(num_gpus) * num_nodes // num_gpus == np.arange(num_nodes)[:, None])
 
 
 @numba.njit(cache=True, nogil=True)
-def _choose(topk, source, gpus, count, per_node):
+def _choose(topk, source, held, nodes, num_gpus):
     tokens, k = topk.shape
-    G = gpus.shape[1]
-    chosen, batch = np.empty((tokens, k), np.int32), np.zeros(G, np.int64)
+    chosen, batch = np.empty((tokens, k), np.int32), np.zeros(num_gpus, np.int64)
     for t in range(tokens):
         own = source[t]
-        choose_of_token(topk[t], own, batch[own], gpus, count, per_node, chosen[t])
+        choose_of_token(topk[t], ONE << np.uint64(own), batch[own], held, nodes, chosen[t])
         batch[own] += 1
     return chosen
 
 
 @numba.njit(cache=True, nogil=True)
-def choose_of_token(experts, own, number, gpus, count, per_node, chosen):
-    """Write the GPUs of one token's experts into ``chosen`` (k,); ``gpus`` and ``count`` are of `gpus_of`."""
-    chosen[:] = -1
+def choose_of_token(experts, own, number, held, nodes, chosen):
+    """Write the GPUs of one token's experts into ``chosen`` (k,), and return them as bits.
+
+    ``held`` (E,), ``nodes`` and ``own`` are GPUs as bits; ``number`` is the token's number in its GPU's batch.
+    """
+    taken = ZERO
     for j, e in enumerate(experts):
-        if count[e] == 1:
-            chosen[j] = gpus[e, 0]
+        if held[e] & (held[e] - ONE) == ZERO:  # a single copy
+            chosen[j] = bits_set(held[e] - ONE)
+            taken |= held[e]
     for j, e in enumerate(experts):
-        if count[e] > 1:
-            chosen[j] = _nearest(gpus[e, : count[e]], own, number + e, per_node, chosen)
+        if held[e] & (held[e] - ONE) != ZERO:
+            copy = _nth(_nearest(held[e], taken | own, nodes), number + e)
+            chosen[j] = bits_set(copy - ONE)
+            taken |= copy
+    return taken
 
 
 @numba.njit(cache=True, nogil=True)
-def _nearest(copies, own, turn, per_node, chosen):
-    """The GPU of number ``turn`` among the nearest copies, counted round and round."""
-    distances = np.empty(len(copies), np.int64)
-    for c, gpu in enumerate(copies):
-        distances[c] = 0 if gpu == own else 1 if gpu // per_node == own // per_node else 2
-        for other in chosen:
-            if other >= 0:
-                distances[c] = min(
-                    distances[c], 0 if gpu == other else 1 if gpu // per_node == other // per_node else 2
-                )
-    nearest = distances == distances.min()
-    left = turn % nearest.sum()
-    for c, gpu in enumerate(copies):
-        if nearest[c]:
-            if left == 0:
-                return gpu
-            left -= 1
-    return -1
+def _nearest(copies, visited, nodes):
+    """Copies on a GPU that is visited, else on a node that is visited, else all."""
+    if copies & visited:
+        return copies & visited
+    near = ZERO
+    for node in nodes:
+        if visited & node:
+            near |= copies & node
+    return near if near else copies
+
+
+@numba.njit(cache=True, nogil=True)
+def _nth(gpus, turn):
+    """The bit of number ``turn``, counted round and round."""
+    for _ in range(turn % bits_set(gpus)):
+        gpus &= gpus - ONE
+    return gpus & ~(gpus - ONE)

@@ -9,9 +9,10 @@ packing gives it. A heuristic: nothing is proven.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import parent_process
+from typing import Any
 
 import numpy as np
 
@@ -110,13 +111,11 @@ def search(
     checks.check_positive("load_weight", load_weight)
     checks.check_int("swaps", swaps, 0)
     chosen = list(range(profile.layers) if layers is None else layers)
-    threads = 1 if parent_process() else os.cpu_count() or 1
     G = start.num_gpus
     used = sampled_loads(trace, SAMPLES, STRETCH, seed) * G  # (samples, layers, E)
     share = trace.topk.shape[2] / profile.E  # of the tokens, that an expert has in the mean
 
-    def layer(l):
-        now, rounds = time.perf_counter(), -(-(len(chosen) - chosen.index(l)) // threads)
+    def layer(l, deadline):
         sets = token_sets(trace.topk[:, l], profile.E)
         return anneal_layer(
             start.assignment[l].astype(np.int64),
@@ -131,35 +130,55 @@ def search(
             COLD * share,
             swaps,
             1000 * seed + l,
-            now + (deadline - now) / rounds,
+            deadline,
         )
 
     found = start.assignment.copy()
-    with ThreadPoolExecutor(threads) as pool:
-        for l, (gpus, _) in zip(chosen, pool.map(layer, chosen), strict=True):
-            found[l] = gpus
+    for l, (gpus, _) in zip(chosen, search_layers(layer, chosen, deadline), strict=True):
+        found[l] = gpus
     return Placement(found, G, start.model)
+
+
+def search_layers(search: Callable[[int, float], Any], layers: Sequence[int], deadline: float) -> list[Any]:
+    """Search layers in threads: each has its share of the time that is left, and gets the end of it as a deadline."""
+    threads = 1 if parent_process() else os.cpu_count() or 1
+
+    def one(place):
+        now, rounds = time.perf_counter(), -(-(len(layers) - place) // threads)
+        return search(layers[place], now + (deadline - now) / rounds)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(one, range(len(layers))))
 
 
 def sampled_loads(trace: RoutingTrace, samples: int, stretch: float, seed: int) -> np.ndarray:
     """Each expert's share of the rows of random samples of the sequences, (samples, layers, E) float64.
 
-    A sample draws as many sequences as there are, with repetition. The mean over the samples is that of the trace
-    itself, and what a sample differs by from it is ``stretch`` times as much as drawn. A trace without `seq` is cut
-    into ``SLICES``.
+    The samples are those of `sample_weights`.
     """
-    tokens, layers, k = trace.topk.shape
-    seq = np.arange(tokens) * SLICES // max(tokens, 1) if trace.seq is None else trace.seq
-    _, sequence = np.unique(seq, return_inverse=True)
-    number, E = int(sequence.max(initial=0)) + 1, trace.num_experts
-    drawn = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / number), samples).astype(np.float64)
+    layers, E = trace.topk.shape[1], trace.num_experts
+    sequence, weights = sample_weights(trace, samples, stretch, seed)
     shares = np.empty((samples, layers, E))
     for l in range(layers):
-        counts = np.bincount((sequence[:, None] * E + trace.topk[:, l]).ravel(), minlength=number * E).reshape(-1, E)
-        each, whole = drawn @ counts, counts.sum(axis=0) / max(tokens * k, 1)
-        each /= np.maximum(each.sum(axis=1, keepdims=True), 1)
-        shares[:, l] = whole + stretch * (each - each.mean(axis=0))
+        used = (sequence[:, None] * E + trace.topk[:, l]).ravel()
+        shares[:, l] = weights.T @ np.bincount(used, minlength=len(weights) * E).reshape(-1, E)
     return shares
+
+
+def sample_weights(trace: RoutingTrace, samples: int, stretch: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sequence of each token (tokens,), and what its row counts in random samples of them, (Q, samples).
+
+    A sample draws as many sequences as there are, with repetition. The rows of a sample count 1 together. The mean over
+    the samples is that of the trace itself, and what a sample differs by from it is ``stretch`` times as much as drawn.
+    A trace without `seq` is cut into ``SLICES``.
+    """
+    tokens, _, k = trace.topk.shape
+    seq = np.arange(tokens) * SLICES // max(tokens, 1) if trace.seq is None else trace.seq
+    _, sequence = np.unique(seq, return_inverse=True)
+    number = int(sequence.max(initial=0)) + 1
+    drawn = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / number), samples).astype(np.float64).T
+    each = drawn / np.maximum(k * np.bincount(sequence, minlength=number) @ drawn, 1)  # (Q, samples)
+    return sequence, 1 / max(tokens * k, 1) + stretch * (each - each.mean(axis=1, keepdims=True))
 
 
 def _layers_ms(profile, placement, costs, seed):

@@ -118,7 +118,7 @@ class Copies(Map):
     model: str = ""
 
     def __post_init__(self):
-        checks.check_array("held", self.held, 3, ("bool",))
+        checks.check_array("held", self.held, 3, ("bool",), contiguous=False)
         for name, number in (("layers", self.layers), ("E", self.E), ("num_gpus", self.num_gpus)):
             checks.check_int(name, number, 1)
         check_nodes(self.num_nodes, self.num_gpus)

@@ -11,15 +11,16 @@ import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
-from moeblaze_ref.placement import annealing, baselines, traffic
+from moeblaze_ref.placement import annealing, baselines, dedup_copies, traffic
 from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.copies import MOST_GPUS, Routes, routes
 from moeblaze_ref.placement.dedup import SWAPS, dedup
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.joint import LIMIT, LIMITS, check_limit, joint, search
-from moeblaze_ref.placement.maps import Placement, check_gpus
+from moeblaze_ref.placement.maps import Copies, Placement, check_gpus
 from moeblaze_ref.placement.simulate import STEP_TOKENS, Cluster, balance, cross_share, loads, step, transitions
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, SOLVERS, TIME_LIMIT, check_installed, check_time_limit
-from moeblaze_ref.placement.trace import Profile, profile, split
+from moeblaze_ref.placement.trace import Profile, counts, profile, split
 from moeblaze_ref.placement.traffic import Runtime
 
 # What the default search minimises, by its name, and the row's time by which the map to write is chosen: of tokens that
@@ -30,6 +31,8 @@ LARGEST = {
     "exflow": (32, "its search counts G * G pairs of GPUs for every swap"),
     "moetuner": (32, "its second program has (layers - 1) * G**4 rows"),
     "joint": (32, "it solves moetuner's programs"),
+    "eplb-nearest": (MOST_GPUS, "a token's GPUs are bits of one word"),
+    "dedup-copies": (MOST_GPUS, "a token's GPUs are bits of one word"),
 }
 
 
@@ -42,8 +45,11 @@ class Options:
     time_limit: float = TIME_LIMIT  #: seconds of each of MoETuner's programs, and of each method's search
     limit: float = LIMIT  #: of `joint`: a layer's fullest GPU over the mean
     steps: int = annealing.STEPS  #: of the annealing, in `joint` and `exflow`
-    spare: int = 1  #: copies of experts on each GPU beyond E / G, of EPLB with replicas
     swaps: int = SWAPS  #: of `dedup`, in a layer
+    copy_steps: int = dedup_copies.STEPS  #: of `dedup-copies`, in a layer
+    budget: int | None = None  #: experts of a layer on a GPU, where experts have copies; by default E / G and one more
+    nodes: int | None = None  #: by which EPLB packs; by default those of the links
+    groups: int | None = None  #: of experts, which EPLB keeps on one node; by default every expert is one
     costs: Runtime | None = None  #: of the step that brings tokens home; by default the measured ones on the same links
 
     def __post_init__(self):
@@ -51,12 +57,26 @@ class Options:
         check_time_limit(self.time_limit)
         check_limit(self.limit)
         checks.check_int("steps", self.steps, 0)
-        checks.check_int("spare", self.spare, 1)
         checks.check_int("swaps", self.swaps, 0)
+        checks.check_int("copy_steps", self.copy_steps, 0)
 
     def runtime(self, on: Cluster) -> Runtime:
         """The costs of the step that brings tokens home."""
         return self.costs or Runtime(on)
+
+    def experts_per_gpu(self, num_experts: int, num_gpus: int) -> int:
+        """Experts of a layer on a GPU, where experts have copies."""
+        return -(-num_experts // num_gpus) + 1 if self.budget is None else self.budget
+
+    def check_fits(self, num_experts: int, num_gpus: int) -> None:
+        """The bounds, the budget, the nodes and the groups are possible for so many experts and GPUs."""
+        if self.bounds is not None:
+            self.bounds.check_feasible(num_experts, num_gpus)
+        if self.budget is not None:
+            dedup_copies.check_budget(self.budget, num_experts, num_gpus)
+        baselines.check_groups(
+            num_experts, num_gpus, 1 if self.nodes is None else self.nodes, 1 if self.groups is None else self.groups
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +84,7 @@ class Fitted:
     """A method's result on a profile."""
 
     shares: np.ndarray  #: (layers, E, G), the share of each expert's tokens that each GPU serves
-    placement: Placement | None  #: None where experts are replicated
+    placement: Placement | Copies | None  #: None where a token chooses at random among replicas
     #: Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above
     #: its least. None where nothing is proven.
     gap: float | None = None
@@ -74,27 +94,38 @@ class Fitted:
     cut: bool = False  #: whether the time limit ended a search
 
 
-def _placed(placement: Placement, gap: float | None = None, load_gap: float | None = None, cut: bool = False) -> Fitted:
+def _placed(
+    placement: Placement | Copies, gap: float | None = None, load_gap: float | None = None, cut: bool = False
+) -> Fitted:
     return Fitted(placement.shares(), placement, gap, load_gap, cut)
 
 
-def _searched(options: Options, search: Callable[[float], Placement]) -> Fitted:
+def _searched(options: Options, search: Callable[[float], Placement | Copies]) -> Fitted:
     """Let a search run until the time limit, which it gets as a deadline."""
     deadline = time.perf_counter() + options.time_limit
     placement = search(deadline)
     return _placed(placement, cut=time.perf_counter() > deadline)
 
 
-def _eplb(sample: Profile, on: Cluster, spare: int) -> np.ndarray:
-    per_gpu = -(-sample.E // on.num_gpus) + spare
-    return baselines.eplb(sample, on.num_gpus, per_gpu * on.num_gpus, on.num_nodes)
+def _eplb(sample: Profile, on: Cluster, options: Options, per_gpu: int) -> np.ndarray:
+    nodes = on.num_nodes if options.nodes is None else options.nodes
+    return baselines.eplb(sample, on.num_gpus, per_gpu * on.num_gpus, nodes, options.groups)
 
 
 def _packed_by_eplb(sample: Profile, on: Cluster, options: Options) -> Fitted:
-    shares = _eplb(sample, on, spare=0)
+    shares = _eplb(sample, on, options, -(-sample.E // on.num_gpus))
     if sample.E % on.num_gpus:  # the last GPUs' places are filled with replicas
         return Fitted(shares, None)
     return _placed(Placement(shares.argmax(axis=2).astype(np.int32), on.num_gpus, sample.model))
+
+
+def _replicated_by_eplb(sample: Profile, on: Cluster, options: Options) -> np.ndarray:
+    return _eplb(sample, on, options, options.experts_per_gpu(sample.E, on.num_gpus))
+
+
+def _nearest_of_eplb(sample: Profile, on: Cluster, options: Options) -> Fitted:
+    """EPLB's map, from which tokens choose by our rule; two copies of an expert on one GPU count as one."""
+    return _placed(Copies(_replicated_by_eplb(sample, on, options) > 0, on.num_nodes, sample.model))
 
 
 def _moetuner(sample: Profile, on: Cluster, options: Options) -> Fitted:
@@ -105,7 +136,7 @@ def _moetuner(sample: Profile, on: Cluster, options: Options) -> Fitted:
 def _joint(sample: Profile, on: Cluster, options: Options) -> Fitted:
     """Never slower by the model than any other method that places each expert once: those with a solver are solved."""
     found = [fit(sample, on, options).placement for fit in (_packed_by_eplb, _moetuner)]
-    others = [placement for placement in found if placement is not None]
+    others = [placement for placement in found if isinstance(placement, Placement)]
     steps, within = options.steps, options.bounds
     return _searched(
         options, lambda deadline: joint(sample, on, options.limit, within, steps, others=others, deadline=deadline)
@@ -122,16 +153,26 @@ def _dedup(sample: Profile, on: Cluster, options: Options) -> Fitted:
     return _searched(options, lambda deadline: dedup(sample, costs, options.bounds, options.swaps, deadline=deadline))
 
 
+def _dedup_copies(sample: Profile, on: Cluster, options: Options) -> Fitted:
+    budget, search = options.experts_per_gpu(sample.E, on.num_gpus), dedup_copies.dedup_copies
+    return _searched(
+        options,
+        lambda deadline: search(sample, on.num_gpus, budget, on.num_nodes, options.copy_steps, deadline=deadline),
+    )
+
+
 METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
     "contiguous": lambda sample, on, options: _placed(baselines.contiguous(sample, on.num_gpus)),
     "round-robin": lambda sample, on, options: _placed(baselines.round_robin(sample, on.num_gpus)),
     "greedy": lambda sample, on, options: _placed(baselines.greedy(sample, on.num_gpus, options.bounds)),
     "eplb": _packed_by_eplb,
-    "eplb-replicas": lambda sample, on, options: Fitted(_eplb(sample, on, options.spare), None),
+    "eplb-replicas": lambda sample, on, options: Fitted(_replicated_by_eplb(sample, on, options), None),
+    "eplb-nearest": _nearest_of_eplb,
     "exflow": _exflow,
     "moetuner": _moetuner,
     "joint": _joint,
     "dedup": _dedup,
+    "dedup-copies": _dedup_copies,
 }
 
 
@@ -233,18 +274,20 @@ class Job:
         return _placed(search(sample, self.on, self.limit, self.options.bounds, self.options.steps))
 
     def _evaluate(self, fitted: Fitted, held_out: Profile, seconds: float) -> Trial:
-        load, trace = loads(held_out, fitted.shares), held_out.traced()
-        each, model = balance(load), step(held_out, fitted.shares, self.on, self.tokens)
-        visited = traffic.visits(trace, fitted.shares)
-        home = traffic.step(load, visited, trace.tokens, self.options.runtime(self.on), self.tokens)
-        D, N = traffic.distinct(trace, fitted.shares, self.on.num_nodes)
-        batches = traffic.batch_loads(trace, fitted.shares)
+        counted, trace, shares = _served(fitted, held_out)
+        load = loads(counted, shares)
+        each, model = balance(load), step(counted, shares, self.on, self.tokens)
+        home = traffic.step(
+            load, traffic.visits(trace, shares), trace.tokens, self.options.runtime(self.on), self.tokens
+        )
+        D, N = traffic.distinct(trace, shares, self.on.num_nodes)
+        batches = traffic.batch_loads(trace, shares)
         return Trial(
             method=self.method,
             seed=self.seed,
             balance_mean=float(each.mean()),
             balance_worst=float(each.max()),
-            cross_share=cross_share(transitions(held_out, fitted.shares)),
+            cross_share=cross_share(transitions(counted, shares)),
             step_ms=model.ms,
             token_tail_ms=1e3 * float(model.compute_s.sum()),
             transfer_tail_ms=1e3 * float(model.transfer_s.sum()),
@@ -262,6 +305,18 @@ class Job:
             fitted=fitted,
             load=load,
         )
+
+
+def _served(fitted: Fitted, held_out: Profile) -> tuple[Profile, RoutingTrace | Routes, np.ndarray]:
+    """Return what is counted under a placement: (layers and GPUs or experts, tokens, shares of GPUs).
+
+    Tokens choose among the copies of a map by its rule, and are counted on the GPUs that they chose.
+    """
+    trace = held_out.traced()
+    if not isinstance(fitted.placement, Copies):
+        return held_out, trace, fitted.shares
+    chosen = routes(trace, fitted.placement)
+    return Profile(*counts(chosen.topk, chosen.num_experts), trace.tokens), chosen, chosen.shares()
 
 
 @lru_cache(maxsize=1)
@@ -300,8 +355,7 @@ def jobs(
     checks.check_int("splits", splits, 0)
     checks.check_int("tokens", tokens, 1)
     check_gpus(on.num_gpus, trace.num_experts)
-    if options.bounds is not None:
-        options.bounds.check_feasible(trace.num_experts, on.num_gpus)
+    options.check_fits(trace.num_experts, on.num_gpus)
     if not trace.tokens:
         raise ValueError("the trace has no tokens: there is nothing to place by")
     if splits:
@@ -340,13 +394,15 @@ def _median(values: list[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def fastest_map(trials: list[Trial], objective: str = "dedup") -> Placement:
+def fastest_map(trials: list[Trial], objective: str = "dedup", with_copies: bool = False) -> Placement | Copies:
     """Return the placement with the shortest modelled step of the objective, among those of the first split.
+
+    Maps with copies need more memory, so they count only ``with_copies``, or where there is no other map.
 
     Raises
     ------
     ValueError
-        If there is no such objective, or none of the methods places every expert exactly once.
+        If there is no such objective, or none of the methods has a map.
     """
     time_of = OBJECTIVES[checks.check_name("objective", objective, OBJECTIVES)]
     first = [trial for trial in trials if trial.seed == trials[0].seed]
@@ -354,5 +410,6 @@ def fastest_map(trials: list[Trial], objective: str = "dedup") -> Placement:
         (getattr(trial, time_of), trial.fitted.placement) for trial in first if trial.fitted.placement is not None
     ]
     if not placed:
-        raise ValueError("no map to write: the methods chosen replicate experts, but a map has each exactly once")
-    return min(placed, key=lambda one: one[0])[1]
+        raise ValueError("no map to write: tokens choose at random among the copies of the methods chosen")
+    single = [one for one in placed if isinstance(one[1], Placement)]
+    return min(placed if with_copies or not single else single, key=lambda one: one[0])[1]

@@ -21,7 +21,7 @@ import numpy as np
 from moeblaze_ref.core import checks, records
 from moeblaze_ref.placement import maps
 from moeblaze_ref.placement.bounds import Bounds
-from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.maps import Copies, Placement
 from moeblaze_ref.placement.trace import load_tensors
 
 Array = np.ndarray
@@ -32,8 +32,10 @@ NOT_OFFERED = {
 }
 
 
-def physical_experts(placement: Placement) -> Array:
-    """The logical expert in each place, (layers, G, E / G) int64: a GPU's experts ascend.
+def physical_experts(placement: Placement | Copies) -> Array:
+    """The logical expert in each place, (layers, G, experts of a GPU) int64: a GPU's experts ascend.
+
+    An expert with copies has several places.
 
     Raises
     ------
@@ -45,24 +47,23 @@ def physical_experts(placement: Placement) -> Array:
         layer, _ = uneven
         raise ValueError(
             f"layer {layer} has {sizes[layer].tolist()} experts on its GPUs, but the runtimes need as many on each: "
-            f"{placement.E} experts on {placement.num_gpus} GPUs"
+            f"{sizes[layer].sum()} places on {placement.num_gpus} GPUs"
         )
-    order = np.argsort(placement.assignment, axis=1, kind="stable")  # (layers, E)
-    return order.reshape(placement.layers, placement.num_gpus, -1)
+    return np.array([placement.hosts(layer) for layer in range(placement.layers)], np.int64)
 
 
 def with_dense_layers(places: Array, dense: Sequence[int]) -> Array:
-    """Add rows for a model's layers without experts, in which every expert has the place of its own number.
+    """Add rows for a model's layers without experts, in which place p has expert p % E.
 
     Parameters
     ----------
-    places : array (MoE layers, G, E / G) int64
+    places : array (MoE layers, G, experts of a GPU) int64
     dense : sequence of int
         The layers without experts, counted among all layers of the model.
 
     Returns
     -------
-    array (layers, G, E / G) int64
+    array (layers, G, experts of a GPU) int64
 
     Raises
     ------
@@ -71,7 +72,8 @@ def with_dense_layers(places: Array, dense: Sequence[int]) -> Array:
     """
     layers = len(places) + len(dense)
     check_dense(dense, layers)
-    out = np.broadcast_to(np.arange(places[0].size).reshape(places[0].shape), (layers, *places[0].shape)).copy()
+    every = np.arange(places[0].size) % (places.max() + 1)
+    out = np.broadcast_to(every.reshape(places[0].shape), (layers, *places[0].shape)).copy()
     out[np.setdiff1d(np.arange(layers), dense)] = places
     return out
 
@@ -84,7 +86,9 @@ def check_dense(dense: Sequence[int], layers: int) -> None:
         raise ValueError(f"the dense layers are {list(dense)}, but each may be named once")
 
 
-def save(path: Path, target: str, placement: Placement, dense: Sequence[int] = (), force: bool = False) -> None:
+def save(
+    path: Path, target: str, placement: Placement | Copies, dense: Sequence[int] = (), force: bool = False
+) -> None:
     """Write a map as a runtime reads it.
 
     Parameters
@@ -93,8 +97,8 @@ def save(path: Path, target: str, placement: Placement, dense: Sequence[int] = (
         A file of the same target that is there is replaced; another file only with ``force``.
     target : str
         One of ``TARGETS``.
-    placement : Placement
-        With as many experts on each GPU.
+    placement : Placement or Copies
+        With as many experts on each GPU, copies too.
     dense : sequence of int
         The model's layers without experts. SGLang counts them, the others do not.
     force : bool
@@ -114,15 +118,20 @@ def save(path: Path, target: str, placement: Placement, dense: Sequence[int] = (
     records.replace(Path(path), lambda part: form.write(part, places), form.load, force)
 
 
-def load(path: Path, target: str, num_gpus: int, dense: Sequence[int] = (), model: str = "") -> Placement:
-    """A map from a runtime's file, as `save` writes it.
+def load(
+    path: Path, target: str, num_gpus: int, dense: Sequence[int] = (), model: str = "", num_nodes: int = 1
+) -> Placement | Copies:
+    """A map from a runtime's file, as `save` writes it: a map with copies if it has more places than experts.
+
+    The files hold no nodes: ``num_nodes`` are those of a map with copies.
 
     Raises
     ------
     OSError
         If the file cannot be read.
     ValueError, TypeError
-        If it is no file of the target, an expert has no place or several, or its places do not go evenly on the GPUs.
+        If it is no file of the target, an expert has no place, or two on one GPU, its places do not go evenly on the
+        GPUs, or the nodes do not divide them.
     """
     form = check_target(target, path)
     flat = form.load(Path(path))  # (layers, places)
@@ -131,7 +140,17 @@ def load(path: Path, target: str, num_gpus: int, dense: Sequence[int] = (), mode
     layers, places = flat.shape
     if places % checks.check_int("num_gpus", num_gpus, 1):
         raise ValueError(f"{Path(path).name} has {places} places, but {num_gpus} GPUs need a multiple of {num_gpus}")
-    return maps.from_hosts(flat.reshape(layers, num_gpus, -1).tolist(), int(flat.max()) + 1, model)
+    hosts, E = flat.reshape(layers, num_gpus, -1), int(flat.max()) + 1
+    return maps.from_hosts(hosts.tolist(), E, model) if places == E else _with_copies(hosts, E, num_nodes, model)
+
+
+def _with_copies(hosts: Array, num_experts: int, num_nodes: int, model: str) -> Copies:
+    """A map with copies from the experts of each GPU, (layers, G, experts of a GPU)."""
+    times = (hosts[..., None] == np.arange(num_experts)).sum(axis=2)  # (layers, G, E)
+    if twice := checks.first(times > 1):
+        layer, gpu, expert = twice
+        raise ValueError(f"layer {layer}: expert {expert} is {times[twice]} times on GPU {gpu}, but may be there once")
+    return Copies(np.ascontiguousarray(times.swapaxes(1, 2) > 0), num_nodes, model)
 
 
 class Output(NamedTuple):
@@ -145,7 +164,7 @@ class Output(NamedTuple):
         """Read a file of the kind that is to be written."""
         return maps.load(path) if self.target is None else check_target(self.target, path).load(path)
 
-    def save(self, placement: Placement, force: bool) -> None:
+    def save(self, placement: Placement | Copies, force: bool) -> None:
         """Write the map; errors as in `maps.save` and `save`."""
         if self.target is None:
             maps.save(self.path, placement, force)
@@ -228,7 +247,7 @@ def check_target(target: str, path: Path) -> "Target":
 class Target(NamedTuple):
     """How a runtime's file is written and read."""
 
-    write: Callable[[Path, Array], Any]  #: takes the places (layers, G, E / G)
+    write: Callable[[Path, Array], Any]  #: takes the places (layers, G, experts of a GPU)
     load: Callable[[Path], Array]  #: returns the logical expert of each place, (layers, places) int64
     suffixes: tuple[str, ...]
     counts_dense_layers: bool
@@ -285,13 +304,19 @@ def _write_eplb(path: Path, places: Array) -> None:
     import torch
 
     flat = places.reshape(len(places), -1)
-    tensors = {
-        "phy2log": flat,
-        "log2phy": flat.argsort(axis=1)[:, :, None],  # (layers, E, copies)
-        "logcnt": np.ones_like(flat),
-    }
+    count = (flat[:, :, None] == np.arange(flat.max() + 1)).sum(axis=1)  # (layers, E)
+    tensors = {"phy2log": flat, "log2phy": _places_of_experts(flat, count), "logcnt": count}
     with path.open("wb") as file:
         torch.save({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, file)
+
+
+def _places_of_experts(flat: Array, count: Array) -> Array:
+    """The places of each expert, (layers, E, most copies) int64, ascending; -1 where an expert has fewer."""
+    found = np.full((*count.shape, count.max()), -1)
+    for layer, experts in enumerate(flat):
+        for expert, copies in enumerate(count[layer]):
+            found[layer, expert, :copies] = np.flatnonzero(experts == expert)
+    return found
 
 
 def _load_eplb(path: Path) -> Array:

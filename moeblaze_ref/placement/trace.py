@@ -105,13 +105,18 @@ class Profile:
 
 def profile(trace: RoutingTrace) -> Profile:
     """P and R of a trace (MoETuner, profiling)."""
-    E, ids = trace.num_experts, trace.topk.astype(np.int64)
+    return Profile(*counts(trace.topk, trace.num_experts), trace.tokens, trace.model, trace)
+
+
+def counts(topk: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """P and R, as in `Profile`, of choices (tokens, layers, k) of experts, or of the GPUs that serve them."""
+    E, ids = num_experts, topk.astype(np.int64)
     P = np.stack([np.bincount(layer.ravel(), minlength=E) for layer in ids.swapaxes(0, 1)])  # (layers, E)
     R = np.zeros((len(P) - 1, E, E), np.int64)  # (layers - 1, E, E)
     for before in range(len(R)):
         pairs = ids[:, before, :, None] * E + ids[:, before + 1, None, :]  # (tokens, k, k)
         R[before] = np.bincount(pairs.ravel(), minlength=E * E).reshape(E, E)
-    return Profile(P, R, trace.tokens, trace.model, trace)
+    return P, R
 
 
 def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> Profile:

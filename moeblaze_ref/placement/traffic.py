@@ -14,6 +14,7 @@ import numpy as np
 
 from moeblaze_ref.core import checks, records
 from moeblaze_ref.core.traces import RoutingTrace
+from moeblaze_ref.placement.copies import Routes
 from moeblaze_ref.placement.simulate import STEP_TOKENS, TOPOLOGIES, Cluster, Step, balance, matrix, slowness
 
 BATCHES = (256, 1024, 4096, 16_384)  # tokens whose load is looked at together
@@ -25,15 +26,17 @@ GPU_BANDWIDTH = 172685324928.9377  # bytes/s of one GPU in one direction, all it
 EXCHANGE_S, REST_S = 0.00012937599420547485, 0.0007720520272850988  # of a layer, whatever its rows
 
 
-def visits(trace: RoutingTrace, shares: np.ndarray) -> np.ndarray:
+def visits(trace: RoutingTrace | Routes, shares: np.ndarray) -> np.ndarray:
     """Count the tokens that have at least one expert on each GPU, (layers, G) float64.
 
     Parameters
     ----------
-    trace : RoutingTrace
+    trace : RoutingTrace or Routes
+        Of a map with copies its routes, by the rule of `copies.choose`: the counts are then exact.
     shares : array (layers, E, G) float64
-        The share of each expert's tokens that each GPU serves. Of an expert with several copies a token chooses one at
-        random, so that the count is the expected one. Summed over the GPUs of nodes, it counts visits to nodes.
+        The share of each expert's tokens that each GPU serves. Where several GPUs share an expert, as in EPLB, a token
+        chooses one of them at random, so that the count is the expected one. Summed over the GPUs of nodes, it counts
+        visits to nodes.
 
     Raises
     ------
@@ -64,14 +67,14 @@ def by_node(shares: np.ndarray, num_nodes: int) -> np.ndarray:
     return shares.reshape(layers, E, num_nodes, G // num_nodes).sum(axis=3)
 
 
-def distinct(trace: RoutingTrace, shares: np.ndarray, num_nodes: int = 1) -> tuple[float, float]:
+def distinct(trace: RoutingTrace | Routes, shares: np.ndarray, num_nodes: int = 1) -> tuple[float, float]:
     """Return D and N: the distinct GPUs and nodes of a token, means over tokens and layers."""
     each = max(trace.tokens, 1) * trace.topk.shape[1]
     of_gpus, of_nodes = visits(trace, shares), visits(trace, by_node(shares, num_nodes))
     return float(of_gpus.sum() / each), float(of_nodes.sum() / each)
 
 
-def batch_loads(trace: RoutingTrace, shares: np.ndarray) -> dict[int, float]:
+def batch_loads(trace: RoutingTrace | Routes, shares: np.ndarray) -> dict[int, float]:
     """The fullest GPU's load over the mean in batches of tokens, by the size of a batch: means over batches and layers.
 
     A batch is neighbouring tokens of the trace, as in a prefill. Tokens that fill no whole batch are left out, and so

@@ -25,7 +25,7 @@ def token_sets(chosen: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 @intrinsic
-def _bits_set(typing, word):
+def _population(typing, word):
     """The number of bits of a word that are 1: one instruction."""
 
     def generate(context, builder, signature, args):
@@ -35,12 +35,18 @@ def _bits_set(typing, word):
 
 
 @numba.njit(cache=True)
+def bits_set(word):
+    """The number of bits of a word (uint64) that are 1, int64."""
+    return np.int64(_population(word))  # type: ignore[call-arg]
+
+
+@numba.njit(cache=True)
 def _size(words):
     """Tokens in a set."""
-    count = np.uint64(0)
+    count = 0
     for word in words:
-        count += _bits_set(word)  # type: ignore[call-arg]
-    return np.int64(count)
+        count += bits_set(word)
+    return count
 
 
 @numba.njit(cache=True)

@@ -27,7 +27,7 @@ def file(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch):
     """Few steps of annealing: what is tested here is the way around it."""
-    monkeypatch.setattr(methods, "Options", functools.partial(methods.Options, steps=20_000, swaps=800))
+    monkeypatch.setattr(methods, "Options", functools.partial(methods.Options, steps=20_000, swaps=800, copy_steps=50))
 
 
 def place(*arguments):

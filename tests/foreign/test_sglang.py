@@ -66,6 +66,26 @@ def test_sglang_finds_every_expert_on_its_gpu(reader, placed, tmp_path, monkeypa
     np.testing.assert_array_equal(np.array(on)[1:, :, 0] // 2, placed.assignment)
 
 
+def test_sglang_finds_every_copy_on_its_gpu(reader, placed, tmp_path, monkeypatch):
+    """As with ``--ep-num-redundant-experts 4``: every GPU has one expert more."""
+    held = maps.Copies.of(placed).held.copy()
+    for layer, experts in enumerate(held):
+        for gpu in range(4):
+            experts[np.flatnonzero(~experts[:, gpu])[layer + gpu], gpu] = True
+    reader.moe.init_expert_location = str(tmp_path / "map.json")
+    reader.moe.ep_num_redundant_experts = 4
+    model = SimpleNamespace(num_layers=3, num_logical_experts=8, num_groups=None)
+    of_model = SimpleNamespace(from_model_config=lambda config: model)
+    monkeypatch.setattr(reader, "ModelConfigForExpertLocation", of_model)
+    targets.save(tmp_path / "map.json", "sglang", maps.Copies(held))
+    metadata = reader.compute_initial_expert_location_metadata(None, moe_ep_rank=0)
+    assert (metadata.num_physical_experts, metadata.num_local_physical_experts) == (12, 3)
+    for layer in range(3):
+        for expert in range(8):
+            on = [place // 3 for place in metadata.logical_to_all_physical(layer, expert)]
+            assert sorted(on) == np.flatnonzero(held[layer, expert]).tolist()
+
+
 def test_sglang_takes_the_tensors_of_eplb(reader, placed, tmp_path):
     path = tmp_path / "map.pt"
     targets.save(path, "eplb", placed)

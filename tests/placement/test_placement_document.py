@@ -118,7 +118,9 @@ def test_a_record_of_something_else_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ON_SPLITS)
 def test_a_record_holds_every_split_and_its_rows_are_their_medians(kind):
     found = document.load(document.RECORDS[kind])
-    assert [row["method"] for row in found["rows"]] == [name for name in methods.METHODS if name != "dedup"]
+    assert [row["method"] for row in found["rows"]] == [
+        name for name in methods.METHODS if name not in ("eplb-nearest", "dedup", "dedup-copies")
+    ]
     for row in found["rows"]:
         of_method = [one for one in found["splits"] if one["method"] == row["method"]]
         assert [one["seed"] for one in of_method] == list(range(20))

@@ -18,6 +18,17 @@ def placed():
     return maps.Placement((order // 2).astype(np.int32), 4, "a model")
 
 
+@pytest.fixture
+def copied():
+    """3 layers of 6 experts on 4 GPUs, 2 on each: experts 0 and 1 or others have two copies."""
+    rng, held = np.random.default_rng(1), np.zeros((3, 6, 4), bool)
+    for layer in held:
+        order = rng.permutation(6)
+        for place, expert in enumerate([*order, *order[:2]]):
+            layer[expert, place % 4] = True
+    return maps.Copies(held, 2, "a model")
+
+
 def test_the_places_of_a_gpu_stand_together(placed):
     places = targets.physical_experts(placed)
     assert places.shape == (3, 4, 2)
@@ -32,6 +43,34 @@ def test_a_map_comes_back(target, placed, tmp_path):
     again = targets.load(path, target, 4, model="a model")
     np.testing.assert_array_equal(again.assignment, placed.assignment)
     assert (again.num_gpus, again.model) == (4, "a model")
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_a_map_with_copies_comes_back(target, copied, tmp_path):
+    path = tmp_path / f"map{SUFFIX[target]}"
+    targets.save(path, target, copied)
+    again = targets.load(path, target, 4, model="a model", num_nodes=2)
+    np.testing.assert_array_equal(again.held, copied.held)
+    assert (again.num_nodes, again.model) == (2, "a model")
+
+
+def test_the_tensors_of_eplb_name_every_copy(copied, tmp_path):
+    targets.save(tmp_path / "map.pt", "eplb", copied)
+    found = {name: tensor.numpy() for name, tensor in torch.load(tmp_path / "map.pt", weights_only=True).items()}
+    assert found["phy2log"].shape == (3, 8) and found["log2phy"].shape == (3, 6, 2)
+    np.testing.assert_array_equal(found["logcnt"], copied.held.sum(axis=2))
+    for layer in range(3):
+        for expert in range(6):
+            places = found["log2phy"][layer, expert]
+            number = found["logcnt"][layer, expert]
+            assert (places[number:] == -1).all() and (found["phy2log"][layer, places[:number]] == expert).all()
+            assert (places[:number] // 2).tolist() == np.flatnonzero(copied.held[layer, expert]).tolist()
+
+
+def test_layers_without_experts_have_copies_too(copied, tmp_path):
+    targets.save(tmp_path / "map.json", "sglang", copied, dense=(1,))
+    rows = json.loads((tmp_path / "map.json").read_text())["physical_to_logical_map"]
+    assert rows[1] == [0, 1, 2, 3, 4, 5, 0, 1] and len(rows) == 4
 
 
 def test_sglang_has_a_row_for_each_layer_without_experts(placed, tmp_path):
@@ -93,6 +132,13 @@ def test_uneven_gpus_are_refused_with_their_numbers(tmp_path):
         targets.save(tmp_path / "map.json", "sglang", uneven)
 
 
+def test_uneven_copies_are_refused_with_their_numbers(copied, tmp_path):
+    held = copied.held.copy()
+    held[1, :, 3] = True
+    with pytest.raises(ValueError, match=r"layer 1 has \[2, 2, 2, 6\] experts on its GPUs, but .*: 12 places on 4 GPUs"):
+        targets.save(tmp_path / "map.json", "sglang", maps.Copies(held, 2))
+
+
 @pytest.mark.parametrize(
     ("dense", "message"),
     [
@@ -111,6 +157,8 @@ def test_dense_layers_that_do_not_fit_are_refused(dense, message, placed, tmp_pa
     [
         ([[0, 1], [1, 1]], r"layer 1: expert 1 is on GPUs \[0, 1\]"),
         ([[0, 1, 2], [2, 1, 0]], "has 3 places, but 2 GPUs need a multiple of 2"),
+        ([[0, 1, 0, 2], [1, 1, 0, 2]], "layer 1: expert 1 is 2 times on GPU 0, but may be there once"),
+        ([[0, 1, 0, 2], [1, 0, 1, 0]], "layer 1: expert 2 is on no GPU"),
         ([[0, 1], [0]], r"rows of \[1, 2\] places"),
         ([], r"rows of \[\] places"),
         ([[0, "a"]], "layer 0, place 1"),

@@ -1,0 +1,120 @@
+"""Copies of experts and their GPUs at once: few distinct GPUs and nodes a token, at a load that lasts.
+
+A copy on a GPU that a token visits anyway saves a visit, and copies of a hot expert share its load. So one search
+chooses which experts have copies, and where (`slots.anneal_slots`). It counts what the rule of `copies.choose` sends.
+The load that counts is that of `dedup`: a mean over random samples of the sequences, whose differences are stretched.
+A heuristic: nothing is proven.
+"""
+
+import numpy as np
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.traces import RoutingTrace
+from moeblaze_ref.placement.baselines import replicate
+from moeblaze_ref.placement.copies import MOST_GPUS, ONE, nodes_of, sources
+from moeblaze_ref.placement.dedup import NODE_WEIGHT, SAMPLES, STRETCH, sample_weights, search_layers
+from moeblaze_ref.placement.maps import Copies, check_gpus, check_nodes
+from moeblaze_ref.placement.slots import Aim, Tokens, anneal_slots
+from moeblaze_ref.placement.trace import Profile
+from moeblaze_ref.placement.unions import COLD, HOT
+
+# Chosen on random halves of other seeds, 100 and up, than those that are published.
+LOAD_WEIGHT = 12.0
+STEPS = 3000  # tried in a layer
+COUNTED = 32_768  # tokens at most that a search counts: every n-th of a longer trace
+
+
+def dedup_copies(
+    profile: Profile,
+    num_gpus: int,
+    budget: int,
+    num_nodes: int = 1,
+    steps: int = STEPS,
+    seed: int = 0,
+    deadline: float = np.inf,
+) -> Copies:
+    """Return a placement with copies that has few distinct GPUs and nodes a token, and an even load.
+
+    Every GPU holds ``budget`` experts of each layer, or all if there are fewer. The search minimises
+    D + NODE_WEIGHT * N + LOAD_WEIGHT * load; on one node the term of N is left out.
+
+    Parameters
+    ----------
+    profile : Profile
+        With the trace that it counts.
+    num_gpus : int
+        G, at most `copies.MOST_GPUS`.
+    budget : int
+        Experts of a layer on a GPU, copies too.
+    num_nodes : int
+        Nodes of equally many neighbouring GPUs.
+    steps : int
+        Steps tried in a layer.
+    seed : int
+        The same seed finds the same placement, unless the time limit cuts the search.
+    deadline : float
+        Of `time.perf_counter`: there the search is cut.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the profile has no trace, the budget is below one copy of each expert, the nodes do not divide the GPUs, or
+        a number is out of range.
+    """
+    trace, E = thinned(profile.traced(), COUNTED), profile.E
+    check_gpus(checks.check_int("num_gpus", num_gpus, 1, MOST_GPUS), E)
+    check_nodes(num_nodes, num_gpus)
+    check_budget(budget, E, num_gpus)
+    checks.check_int("steps", steps, 0)
+    sequence, weights = sample_weights(trace, SAMPLES, STRETCH, seed)
+    aim = Aim(nodes_of(num_gpus, num_nodes), weights * num_gpus, NODE_WEIGHT if num_nodes > 1 else 0.0, LOAD_WEIGHT)
+    share = trace.topk.shape[2] / E  # of the tokens, that an expert has in the mean
+
+    def layer(l: int, deadline: float) -> np.ndarray:
+        start = dealt(profile.P[l], num_gpus, min(budget, E))
+        tokens = tokens_of(trace.topk[:, l], E, num_gpus, sequence)
+        slots, _ = anneal_slots(start, E, tokens, aim, HOT * share, COLD * share, steps, 1000 * seed + l, deadline)
+        return (slots[:, :, None] == np.arange(E)).any(axis=1).T  # (E, G)
+
+    held = np.stack(search_layers(layer, range(profile.layers), deadline))
+    return Copies(held, num_nodes, profile.model)
+
+
+def check_budget(budget: int, num_experts: int, num_gpus: int) -> None:
+    """The GPUs have room for one copy of each expert.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If they have not, or the budget is no whole number.
+    """
+    if checks.check_int("budget", budget, 1) * num_gpus < num_experts:
+        raise ValueError(
+            f"budget is {budget}: {budget} experts on each of {num_gpus} GPUs are {budget * num_gpus}, but a layer has "
+            f"{num_experts}; the least budget is {-(-num_experts // num_gpus)}"
+        )
+
+
+def thinned(trace: RoutingTrace, most: int) -> RoutingTrace:
+    """Every n-th token of a trace, so that they are at most ``most``."""
+    return trace.of(np.arange(trace.tokens) % max(-(-trace.tokens // most), 1) == 0)
+
+
+def dealt(load: np.ndarray, num_gpus: int, size: int) -> np.ndarray:
+    """The experts of each GPU, (G, size) int64, to begin with: the hottest have copies, and all are dealt in turn.
+
+    An expert's copies follow each other and are at most G, so no GPU gets two of them.
+    """
+    order = np.argsort(-load, kind="stable")
+    copies = replicate(load[order], num_gpus * size, most=num_gpus)
+    return np.ascontiguousarray(np.repeat(order, copies).reshape(size, num_gpus).T)
+
+
+def tokens_of(topk: np.ndarray, num_experts: int, num_gpus: int, sequence: np.ndarray) -> Tokens:
+    """What `slots.anneal_slots` reads of one layer's choices (tokens, k); on which GPU a token is says `sources`."""
+    source, k = sources(len(topk), num_gpus), topk.shape[1]
+    chosen = topk.ravel().astype(np.int64)
+    first = np.append(0, np.cumsum(np.bincount(chosen, minlength=num_experts)))
+    users = np.argsort(chosen, kind="stable") // k
+    number = np.arange(len(topk)) // num_gpus
+    return Tokens(chosen.reshape(-1, k), ONE << source.astype(np.uint64), number, sequence, users, first)

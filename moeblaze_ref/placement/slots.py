@@ -1,0 +1,246 @@
+"""Search one layer's copies of experts and their GPUs at once, by simulated annealing over the slots of the GPUs.
+
+Every GPU has as many slots, and each holds one expert. A step swaps the experts of two slots, or gives the slot of an
+expert that has other copies to another expert. Only tokens that use one of the two experts choose anew, by the rule of
+`copies.choose`, so every count is exact. Compiled by Numba for the CPU.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from moeblaze_ref.placement.annealing import CLOCK, now
+from moeblaze_ref.placement.copies import ONE, ZERO, choose_of_token
+from moeblaze_ref.placement.unions import FINE, bits_set
+
+NO_SLOT = -1
+
+
+class Tokens(NamedTuple):
+    """What one layer's tokens chose, and where they are: T tokens, k experts each, Q sequences."""
+
+    topk: np.ndarray  #: (T, k) int64
+    own: np.ndarray  #: (T,) uint64, the token's GPU as a bit
+    number: np.ndarray  #: (T,) int64, its number in the batch of that GPU
+    sequence: np.ndarray  #: (T,) int64, 0 to Q - 1
+    users: np.ndarray  #: (T * k,) int64, the tokens of expert 0, of expert 1, and so on
+    first: np.ndarray  #: (E + 1,) int64, where the tokens of each expert begin
+
+
+class Aim(NamedTuple):
+    """What a search minimises: D + node_weight * N + load_weight * load.
+
+    The load is the fullest GPU's over the mean, a mean over samples of the sequences.
+    """
+
+    nodes: np.ndarray  #: (nodes,) uint64, the GPUs of each node as bits
+    weights: np.ndarray  #: (Q, samples), what a row of a sequence adds to a GPU's load in a sample
+    node_weight: float
+    load_weight: float
+
+
+@numba.njit(cache=True, nogil=True)
+def _nodes_in(gpus, nodes):
+    """How many nodes a set of GPUs touches."""
+    count = 0
+    for node in nodes:
+        count += (gpus & node) != ZERO
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def _held(slots, num_experts):
+    """The GPUs of each expert as bits, (E,) uint64."""
+    held = np.zeros(num_experts, np.uint64)
+    for gpu in range(len(slots)):
+        for e in slots[gpu]:
+            held[e] |= ONE << np.uint64(gpu)
+    return held
+
+
+@numba.njit(cache=True, nogil=True)
+def _added(T, rows, weights):
+    """The loads T (G, samples) with some more rows (Q, G) of the sequences."""
+    T = T.copy()
+    for q in range(len(rows)):
+        for gpu in range(len(T)):
+            if rows[q, gpu]:
+                for s in range(T.shape[1]):
+                    T[gpu, s] += rows[q, gpu] * weights[q, s]
+    return T
+
+
+@numba.njit(cache=True, nogil=True)
+def _fullest(T):
+    """The fullest GPU's load, a mean over the samples."""
+    total = 0.0
+    for s in range(T.shape[1]):
+        total += T[:, s].max()
+    return total / T.shape[1]
+
+
+@numba.njit(cache=True, nogil=True)
+def _count(held, num_gpus, tokens, aim):
+    """Count afresh: each token's GPUs (T, k), rows (Q, G), and the sums of D and of N over the tokens."""
+    chosen = np.empty(tokens.topk.shape, np.int32)
+    rows, D, N = np.zeros((len(aim.weights), num_gpus), np.int64), 0, 0
+    for t, experts in enumerate(tokens.topk):
+        visited = choose_of_token(experts, tokens.own[t], tokens.number[t], held, aim.nodes, chosen[t])
+        D += bits_set(visited)
+        N += _nodes_in(visited, aim.nodes)
+        for gpu in chosen[t]:
+            rows[tokens.sequence[t], gpu] += 1
+    return chosen, rows, D, N
+
+
+@numba.njit(cache=True, nogil=True)
+def value(slots, num_experts, tokens, aim):
+    """What `anneal_slots` minimises, counted afresh: (the value, D, N, load). Parameters are as there."""
+    G = len(slots)
+    _, rows, D, N = _count(_held(slots, num_experts), G, tokens, aim)
+    load = _fullest(_added(np.zeros((G, aim.weights.shape[1])), rows, aim.weights))
+    D, N = D / len(tokens.topk), N / len(tokens.topk)
+    return D + aim.node_weight * N + aim.load_weight * load, D, N, load
+
+
+@numba.njit(cache=True, nogil=True)
+def _step(slots, held):
+    """A random step: slot i of GPU g, and slot j of GPU h or ``NO_SLOT`` for another expert's copy, and its expert.
+
+    The first GPU is ``NO_SLOT`` if the step is not possible.
+    """
+    G, size = slots.shape
+    g, i, h, j = np.random.randint(G), np.random.randint(size), np.random.randint(G), np.random.randint(size)
+    e, f = slots[g, i], slots[h, j]
+    if np.random.random() < 0.5:
+        h, f = NO_SLOT, np.random.randint(len(held))
+        possible = held[e] & (held[e] - ONE) != ZERO
+    else:
+        possible = g != h and not held[e] >> np.uint64(h) & ONE
+    if not possible or held[f] >> np.uint64(g) & ONE:
+        g = NO_SLOT
+    return g, i, h, j, f
+
+
+@numba.njit(cache=True, nogil=True)
+def _exchange(held, e, f, g, h):
+    """Expert e goes from g to h, and f from h to g; another time, and all is as before."""
+    held[e] ^= ONE << np.uint64(g)
+    held[f] ^= ONE << np.uint64(g)
+    if h != NO_SLOT:
+        held[e] ^= ONE << np.uint64(h)
+        held[f] ^= ONE << np.uint64(h)
+
+
+@numba.njit(cache=True, nogil=True)
+def _uses(experts, e):
+    for expert in experts:
+        if expert == e:
+            return True
+    return False
+
+
+@numba.njit(cache=True, nogil=True)
+def _choose_anew(e, f, held, tokens, nodes, chosen, again, changed, rows):
+    """Let the tokens of experts e and f choose anew.
+
+    Writes the choices of those that choose otherwise into ``again``, which tokens they are into ``changed``, and how
+    many more rows each sequence has on each GPU into ``rows`` (Q, G). Returns how many tokens these are.
+    """
+    count = 0
+    rows[:] = 0
+    for expert in (e, f):
+        for at in range(tokens.first[expert], tokens.first[expert + 1]):
+            t = tokens.users[at]
+            if expert == f and _uses(tokens.topk[t], e):
+                continue  # it has chosen anew already
+            choose_of_token(tokens.topk[t], tokens.own[t], tokens.number[t], held, nodes, again[count])
+            differs = False
+            for j in range(again.shape[1]):
+                if chosen[t, j] != again[count, j]:
+                    rows[tokens.sequence[t], chosen[t, j]] -= 1
+                    rows[tokens.sequence[t], again[count, j]] += 1
+                    differs = True
+            if differs:
+                changed[count] = t
+                count += 1
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def _visits(chosen):
+    """The GPUs that a token visits, as bits."""
+    visited = ZERO
+    for gpu in chosen:
+        visited |= ONE << np.uint64(gpu)
+    return visited
+
+
+@numba.njit(cache=True, nogil=True)
+def _more(chosen, again, changed, nodes):
+    """How many more GPUs and nodes the tokens visit that chose anew."""
+    of_gpus = of_nodes = 0
+    for i, t in enumerate(changed):
+        before, after = _visits(chosen[t]), _visits(again[i])
+        of_gpus += bits_set(after) - bits_set(before)
+        of_nodes += _nodes_in(after, nodes) - _nodes_in(before, nodes)
+    return of_gpus, of_nodes
+
+
+@numba.njit(cache=True, nogil=True)
+def anneal_slots(slots, num_experts, tokens, aim, hot, cold, steps, seed, deadline):
+    """Try steps from one placement to another: always taken if that lowers what `Aim` says, else by chance.
+
+    Parameters
+    ----------
+    slots : array (G, size) int64
+        Where to begin: the experts of each GPU, all different, and each expert on one GPU or more.
+    num_experts : int
+        E.
+    tokens : Tokens
+    aim : Aim
+    hot, cold : float
+        Temperatures at both ends.
+    steps, seed : int
+        Steps tried. The same seed finds the same placement.
+    deadline : float
+        Of `time.perf_counter`: there the search is cut.
+
+    Returns
+    -------
+    slots : array (G, size) int64
+        Never of a larger value than at the beginning.
+    change : float
+        Of the value, carried along from step to step.
+    """
+    np.random.seed(seed)
+    slots, held, each = slots.copy(), _held(slots, num_experts), len(tokens.topk)
+    chosen, rows, _, _ = _count(held, len(slots), tokens, aim)
+    T = _added(np.zeros((len(slots), aim.weights.shape[1])), rows, aim.weights)
+    again, changed, load = np.empty_like(chosen), np.empty(each, np.int64), _fullest(T)
+    best, change, least = slots.copy(), 0.0, 0.0
+    for s in range(steps):
+        if s % CLOCK == 0 and now() > deadline:
+            break
+        g, i, h, j, f = _step(slots, held)
+        if g == NO_SLOT:
+            continue
+        e = slots[g, i]
+        _exchange(held, e, f, g, h)
+        changes = changed[: _choose_anew(e, f, held, tokens, aim.nodes, chosen, again, changed, rows)]
+        D, N = _more(chosen, again, changes, aim.nodes)
+        after = _added(T, rows, aim.weights)
+        worse = (D + aim.node_weight * N) / each + aim.load_weight * (_fullest(after) - load)
+        if worse > -hot * (cold / hot) ** (s / steps) * np.log(np.random.random()):
+            _exchange(held, e, f, g, h)  # back again
+            continue
+        slots[g, i] = f
+        if h != NO_SLOT:
+            slots[h, j] = e
+        for at, t in enumerate(changes):
+            chosen[t] = again[at]
+        T, load, change = after, _fullest(after), change + worse
+        if change < least and s >= FINE * steps:
+            best[:], least = slots, change
+    return (slots, change) if change < least else (best, least)
