@@ -65,10 +65,10 @@ def travel_seconds(placement: Placement | Copies, window: np.ndarray, on: Cluste
 
 def _is_on(placement: Placement | Copies, window: np.ndarray) -> np.ndarray:
     """Return True where a token's choice is on a GPU, (tokens, layers, k, G)."""
-    return _homes(placement, window)[..., None] == np.arange(placement.num_gpus)
+    return homes(placement, window)[..., None] == np.arange(placement.num_gpus)
 
 
-def _homes(placement: Placement | Copies, window: np.ndarray) -> np.ndarray:
+def homes(placement: Placement | Copies, window: np.ndarray) -> np.ndarray:
     """The GPU of each choice, (tokens, layers, k); each GPU has a part of the window's tokens."""
     if isinstance(placement, Placement):
         return placement.assignment[np.arange(placement.layers)[None, :, None], window]

@@ -35,6 +35,9 @@ def folder(tmp_path_factory):
     traces.save(folder / "trace.npz", TRACE)
     fitted = baselines.greedy(profile(split(TRACE, 0)[0]), RANKS)
     maps.save(folder / "greedy.npz", fitted)
+    held = fitted.shares() > 0
+    held[:, 2] = True
+    maps.save(folder / "copies.npz", maps.Copies(held))
     maps.save(folder / "other.npz", Placement(fitted.assignment, RANKS, "another"))
     return folder
 
@@ -49,25 +52,28 @@ def torchrun(folder, *arguments):
 
 
 def test_placements_are_measured_beside_their_model(folder):
-    ended = torchrun(folder, "--map", "greedy.npz", "--map", "contiguous", "--record", "found.json")
+    ended = torchrun(
+        folder, "--map", "greedy.npz", "--map", "contiguous", "--map", "copies.npz", "--record", "found.json"
+    )
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"greedy .*%\)", ended.stdout) and re.search(r"contiguous .*%\)", ended.stdout)
     found = json.loads((folder / "found.json").read_text())
-    assert [row["name"] for row in found["rows"]] == ["greedy", "contiguous"]
+    assert [row["name"] for row in found["rows"]] == ["greedy", "contiguous", "copies"]
     assert {"device", "versions", "commit"} <= found.keys()
     on = Cluster(np.array(found["bandwidth"]), 4 * found["d"], found["token_s"])
     costs = Costs(on, found["exchange_s"], found["rest_s"])
     windows = parallel_bench.batches(split(TRACE, 0)[1], RANKS * TOKENS, STEPS)
-    for row, placement in zip(
-        found["rows"], (maps.load(folder / "greedy.npz"), baselines.contiguous(profile(TRACE), RANKS)), strict=True
-    ):
+    greedy, copies = (maps.load(folder / f"{name}.npz") for name in ("greedy", "copies"))
+    contiguous = baselines.contiguous(profile(TRACE), RANKS)
+    for row, placement in zip(found["rows"], (greedy, contiguous, copies), strict=True):
         assert min(row["experts_ms"] + row["exchange_ms"]) > 0
         assert row["step_ms"] <= row["step_p99_ms"]
         np.testing.assert_allclose(row["modelled_experts_ms"], 1e3 * costs.expert_seconds(placement, windows))
         np.testing.assert_allclose(row["modelled_exchange_ms"], 1e3 * costs.exchange_seconds(placement, windows))
         parts = sum(row["modelled_experts_ms"]) + sum(row["modelled_exchange_ms"])
         assert row["modelled_step_ms"] == pytest.approx(parts + 1e3 * found["rest_s"] * placement.layers)
-        replayed = profile(traces.RoutingTrace(np.concatenate(windows), TRACE.num_experts))
+    replayed = profile(traces.RoutingTrace(np.concatenate(windows), TRACE.num_experts))
+    for row, placement in zip(found["rows"][:2], (greedy, contiguous), strict=True):
         assert row["simulated_step_ms"] == pytest.approx(step(replayed, placement.shares(), on, RANKS * TOKENS).ms)
 
 
@@ -75,7 +81,7 @@ def test_placements_are_measured_beside_their_model(folder):
     ("name", "ranks", "message"),
     [
         ("other.npz", RANKS, "the map is for another, but the model is synthetic-2x6"),
-        ("eplb-replicas", RANKS, "replicates experts"),
+        ("eplb-replicas", RANKS, "replicates experts for tokens that choose at random"),
         ("gready", RANKS, "Did you mean 'greedy'"),
         ("greedy.npz", 3, "greedy.npz is for 2 GPUs, but there are 3 ranks"),
     ],

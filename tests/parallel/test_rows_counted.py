@@ -9,7 +9,7 @@ from moeblaze_ref.parallel import local
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.placement import traffic
-from moeblaze_ref.placement.copies import choose, sources
+from moeblaze_ref.placement.copies import routes
 from moeblaze_ref.placement.maps import Copies, Placement
 
 LAYERS, E, K, TOKENS = 2, 12, 3, 230
@@ -107,9 +107,9 @@ def test_rows_of_a_map_without_copies(counted, placement, trace):
 
 def test_rows_of_a_map_with_copies(counted, copies, placement, trace):
     _, (rows, to_nodes) = counted
-    source = sources(TOKENS, G)
-    homes = np.stack([choose(trace.topk[:, l], source, held, NODES) for l, held in enumerate(copies.held)], axis=1)
-    to_gpus = (homes[..., None] == np.arange(G)).any(axis=2)  # (tokens, layers, G)
-    np.testing.assert_array_equal(rows, to_gpus.sum(axis=0))
-    np.testing.assert_array_equal(to_nodes, to_gpus.reshape(TOKENS, LAYERS, NODES, -1).any(axis=3).sum(axis=0))
+    served = routes(trace, copies)
+    np.testing.assert_array_equal(rows, traffic.visits(served, served.shares()))
+    np.testing.assert_array_equal(to_nodes, traffic.visits(served, traffic.by_node(served.shares(), NODES)))
+    D, N = traffic.distinct(served, served.shares(), NODES)
+    assert (rows.sum() / (LAYERS * TOKENS), to_nodes.sum() / (LAYERS * TOKENS)) == (D, N)
     assert rows.sum() < traffic.visits(trace, placement.shares()).sum()  # copies save rows
