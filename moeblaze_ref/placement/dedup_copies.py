@@ -14,7 +14,7 @@ from moeblaze_ref.placement.baselines import replicate
 from moeblaze_ref.placement.copies import MOST_GPUS, ONE, nodes_of, sources
 from moeblaze_ref.placement.dedup import NODE_WEIGHT, SAMPLES, STRETCH, sample_weights, search_layers
 from moeblaze_ref.placement.maps import Copies, check_gpus, check_nodes
-from moeblaze_ref.placement.slots import Aim, Tokens, anneal_slots
+from moeblaze_ref.placement.slots import Objective, Tokens, anneal_slots
 from moeblaze_ref.placement.trace import Profile
 from moeblaze_ref.placement.unions import COLD, HOT
 
@@ -67,13 +67,17 @@ def dedup_copies(
     check_budget(budget, E, num_gpus)
     checks.check_int("steps", steps, 0)
     sequence, weights = sample_weights(trace, SAMPLES, STRETCH, seed)
-    aim = Aim(nodes_of(num_gpus, num_nodes), weights * num_gpus, NODE_WEIGHT if num_nodes > 1 else 0.0, LOAD_WEIGHT)
+    objective = Objective(
+        nodes_of(num_gpus, num_nodes), weights * num_gpus, NODE_WEIGHT if num_nodes > 1 else 0.0, LOAD_WEIGHT
+    )
     share = trace.topk.shape[2] / E  # of the tokens, that an expert has in the mean
 
     def layer(l: int, deadline: float) -> np.ndarray:
         start = dealt(profile.P[l], num_gpus, min(budget, E))
         tokens = tokens_of(trace.topk[:, l], E, num_gpus, sequence)
-        slots, _ = anneal_slots(start, E, tokens, aim, HOT * share, COLD * share, steps, 1000 * seed + l, deadline)
+        slots, _ = anneal_slots(
+            start, E, tokens, objective, HOT * share, COLD * share, steps, 1000 * seed + l, deadline
+        )
         return (slots[:, :, None] == np.arange(E)).any(axis=1).T  # (E, G)
 
     held = np.stack(search_layers(layer, range(profile.layers), deadline))

@@ -19,6 +19,7 @@ PAGES = (
     DOCS / "placement.md",
     DOCS / "placement_programs.md",
     DOCS / "placement_dedup.md",
+    DOCS / "placement_copies.md",
     DOCS / "placement_sizes.md",
 )
 KEYS = ("rows", "splits", "curve", "device", "versions", "commit")
@@ -28,6 +29,7 @@ HOME = ("gptoss_2", "gptoss_4", "gptoss_8", "gptoss_2x4", "gptoss_2x8", "lm_2", 
 SIZES = tuple(f"{model}_{gpus}" for model in ("v3", "k2") for gpus in (64, 128, 256))
 SMALLER = ("layers_64", "experts_64")  # half of DeepSeek-V3's layers, and of its experts
 HOME_RECORDS = {kind: DOCS / "results" / f"place_dedup_{kind}.json" for kind in HOME + SIZES + SMALLER}
+COPIES_RECORDS = {f"copies_{on}": DOCS / "results" / f"place_copies_gptoss_{on}.json" for on in ("8", "16", "2x8")}
 GROWTH = "place_dedup_growth"
 GROWN = "Two panels, time of the search and peak memory against GPUs, a line a model"
 MEASURED = DOCS / "results" / "ep_h200x2_gptoss.json"  # of parallel.bench
@@ -49,7 +51,9 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
         If there is no block of that name, or a file is no record of `moeblaze place`.
     """
     blocks: dict[str, Callable[[], str]] = {kind: partial(_block, path) for kind, path in paths.items()}
-    blocks |= {kind: partial(_home, path) for kind, path in HOME_RECORDS.items()} | {"growth": _growth}
+    blocks |= {kind: partial(_home, path, findings.home) for kind, path in HOME_RECORDS.items()}
+    blocks |= {kind: partial(_home, path, findings.copies) for kind, path in COPIES_RECORDS.items()}
+    blocks |= {"growth": _growth}
     keys = ("gpus", "d", "h", *findings.CONSTANTS)
     return documents.fill(text, blocks | {"constants": lambda: findings.constants(records.read(MEASURED, keys))})
 
@@ -81,12 +85,12 @@ def _block(path: Path) -> str:
     return "\n\n".join([findings.summary(found), shown, where])
 
 
-def _home(path: Path) -> str:
+def _home(path: Path, described: Callable[[findings.Found], str]) -> str:
     """Return the table of a record of tokens that come home, and its origin; empty without a record."""
     if not path.exists():
         return ""
     found = load(path)
-    return "\n\n".join([findings.home(found), "\n".join(documents.place(found))])
+    return "\n\n".join([described(found), "\n".join(documents.place(found))])
 
 
 def _growth() -> str:

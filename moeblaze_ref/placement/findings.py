@@ -10,6 +10,7 @@ from moeblaze_ref.placement import simulate
 Found = Mapping[str, Any]
 PACKING, MEGATRON = "greedy", "contiguous"
 OURS = "joint"
+COPIED, REPLICAS = "dedup-copies", "eplb-replicas"
 SEARCHED = ("moetuner", OURS)  # whose modelled times stand beside Megatron-LM's
 CONSTANTS = ("token_s", "bandwidth", "exchange_s", "rest_s")  # that parallel.bench measures
 TAILS = {
@@ -40,21 +41,20 @@ def methods(found: Found) -> str:
     return _by_method(found, columns)
 
 
-def home(found: Found) -> str:
-    """A line a method, for a runtime that brings tokens home: medians over the splits, and the worst split's load."""
-    packing = _splits(found, PACKING)
-    if not packing:
-        raise ValueError(f"the record has no {PACKING}, with which loads and steps are compared")
+def home(found: Found, beside: str = PACKING) -> str:
+    """A line a method, for a runtime that brings tokens home: medians over the splits, and the worst split's load.
 
-    def over(row):
-        return [
-            trial["balance_mean"] - packing[seed]["balance_mean"]
-            for seed, trial in _splits(found, row["method"]).items()
-        ]
+    Loads and steps are compared with those of the method ``beside``, split by split.
+    """
+    others = _splits(found, beside)
+    if not others:
+        raise ValueError(f"the record has no {beside}, with which loads and steps are compared")
+
+    def over(row, name="balance_mean"):
+        return [trial[name] - others[seed][name] for seed, trial in _splits(found, row["method"]).items()]
 
     def slower(row):
-        trials = _splits(found, row["method"])
-        return sum(trial["runtime_ms"] > packing[seed]["runtime_ms"] for seed, trial in trials.items())
+        return sum(more > 0 for more in over(row, "runtime_ms"))
 
     columns = {
         "method": lambda row: f"`{row['method']}`",
@@ -64,14 +64,27 @@ def home(found: Found) -> str:
         "worst layer": lambda row: f"{row['balance_worst']:.3f}",
         "batch of 256": lambda row: _load(row["batch_256"]),
         "of 16,384": lambda row: _load(row["batch_16384"]),
-        "over `greedy`, median": lambda row: f"{statistics.median(over(row)):+.3f}",
+        f"over `{beside}`, median": lambda row: f"{statistics.median(over(row)):+.3f}",
         "worst split": lambda row: f"{max(over(row)):+.3f}",
         "cross-GPU": lambda row: f"{row['cross_share']:.1%}",
         "step, ms": lambda row: f"{row['runtime_ms']:#.5g}",
-        "slower than `greedy` in splits": lambda row: f"{slower(row)} of {len(packing)}",
+        f"slower than `{beside}` in splits": lambda row: f"{slower(row)} of {len(others)}",
         "solved in s": lambda row: f"{row['solve_s']:.1f}",
     }
     return _by_method(found, columns)
+
+
+def copies(found: Found) -> str:
+    """The table of `home` beside EPLB's replicas, and in how many splits our copies send less."""
+    compared = home(found, REPLICAS)
+    ours, theirs = (_splits(found, method) for method in (COPIED, REPLICAS))
+    lower = {
+        name: sum(trial[key] < theirs[seed][key] for seed, trial in ours.items())
+        for name, key in (("D", "distinct_gpus"), ("N", "distinct_nodes"))
+    }
+    several = any(trial["distinct_nodes"] > 1 for trial in theirs.values())
+    said = [f"{name} in {lower[name]} of {len(ours)} splits" for name in (("D", "N") if several else ("D",))]
+    return f"{compared}\n\n`{COPIED}` has a lower {' and a lower '.join(said)} than `{REPLICAS}`."
 
 
 def growth(found: Sequence[Found]) -> str:

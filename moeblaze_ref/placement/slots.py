@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
     first: np.ndarray  #: (E + 1,) int64, where the tokens of each expert begin
 
 
-class Aim(NamedTuple):
+class Objective(NamedTuple):
     """What a search minimises: D + node_weight * N + load_weight * load.
 
     The load is the fullest GPU's over the mean, a mean over samples of the sequences.
@@ -81,27 +81,27 @@ def _fullest(T):
 
 
 @numba.njit(cache=True, nogil=True)
-def _count(held, num_gpus, tokens, aim):
+def _count(held, num_gpus, tokens, objective):
     """Count afresh: each token's GPUs (T, k), rows (Q, G), and the sums of D and of N over the tokens."""
     chosen = np.empty(tokens.topk.shape, np.int32)
-    rows, D, N = np.zeros((len(aim.weights), num_gpus), np.int64), 0, 0
+    rows, D, N = np.zeros((len(objective.weights), num_gpus), np.int64), 0, 0
     for t, experts in enumerate(tokens.topk):
-        visited = choose_of_token(experts, tokens.own[t], tokens.number[t], held, aim.nodes, chosen[t])
+        visited = choose_of_token(experts, tokens.own[t], tokens.number[t], held, objective.nodes, chosen[t])
         D += bits_set(visited)
-        N += _nodes_in(visited, aim.nodes)
+        N += _nodes_in(visited, objective.nodes)
         for gpu in chosen[t]:
             rows[tokens.sequence[t], gpu] += 1
     return chosen, rows, D, N
 
 
 @numba.njit(cache=True, nogil=True)
-def value(slots, num_experts, tokens, aim):
+def value(slots, num_experts, tokens, objective):
     """What `anneal_slots` minimises, counted afresh: (the value, D, N, load). Parameters are as there."""
     G = len(slots)
-    _, rows, D, N = _count(_held(slots, num_experts), G, tokens, aim)
-    load = _fullest(_added(np.zeros((G, aim.weights.shape[1])), rows, aim.weights))
+    _, rows, D, N = _count(_held(slots, num_experts), G, tokens, objective)
+    load = _fullest(_added(np.zeros((G, objective.weights.shape[1])), rows, objective.weights))
     D, N = D / len(tokens.topk), N / len(tokens.topk)
-    return D + aim.node_weight * N + aim.load_weight * load, D, N, load
+    return D + objective.node_weight * N + objective.load_weight * load, D, N, load
 
 
 @numba.njit(cache=True, nogil=True)
@@ -189,8 +189,8 @@ def _more(chosen, again, changed, nodes):
 
 
 @numba.njit(cache=True, nogil=True)
-def anneal_slots(slots, num_experts, tokens, aim, hot, cold, steps, seed, deadline):
-    """Try steps from one placement to another: always taken if that lowers what `Aim` says, else by chance.
+def anneal_slots(slots, num_experts, tokens, objective, hot, cold, steps, seed, deadline):
+    """Try steps from one placement to another: always taken if that lowers what `Objective` says, else by chance.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ def anneal_slots(slots, num_experts, tokens, aim, hot, cold, steps, seed, deadli
     num_experts : int
         E.
     tokens : Tokens
-    aim : Aim
+    objective : Objective
     hot, cold : float
         Temperatures at both ends.
     steps, seed : int
@@ -216,8 +216,8 @@ def anneal_slots(slots, num_experts, tokens, aim, hot, cold, steps, seed, deadli
     """
     np.random.seed(seed)
     slots, held, each = slots.copy(), _held(slots, num_experts), len(tokens.topk)
-    chosen, rows, _, _ = _count(held, len(slots), tokens, aim)
-    T = _added(np.zeros((len(slots), aim.weights.shape[1])), rows, aim.weights)
+    chosen, rows, _, _ = _count(held, len(slots), tokens, objective)
+    T = _added(np.zeros((len(slots), objective.weights.shape[1])), rows, objective.weights)
     again, changed, load = np.empty_like(chosen), np.empty(each, np.int64), _fullest(T)
     best, change, least = slots.copy(), 0.0, 0.0
     for s in range(steps):
@@ -228,10 +228,10 @@ def anneal_slots(slots, num_experts, tokens, aim, hot, cold, steps, seed, deadli
             continue
         e = slots[g, i]
         _exchange(held, e, f, g, h)
-        changes = changed[: _choose_anew(e, f, held, tokens, aim.nodes, chosen, again, changed, rows)]
-        D, N = _more(chosen, again, changes, aim.nodes)
-        after = _added(T, rows, aim.weights)
-        worse = (D + aim.node_weight * N) / each + aim.load_weight * (_fullest(after) - load)
+        changes = changed[: _choose_anew(e, f, held, tokens, objective.nodes, chosen, again, changed, rows)]
+        D, N = _more(chosen, again, changes, objective.nodes)
+        after = _added(T, rows, objective.weights)
+        worse = (D + objective.node_weight * N) / each + objective.load_weight * (_fullest(after) - load)
         if worse > -hot * (cold / hot) ** (s / steps) * np.log(np.random.random()):
             _exchange(held, e, f, g, h)  # back again
             continue

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import traces
-from moeblaze_ref.placement import baselines, joint, maps, methods, plots, simulate, synthetic, trace
+from moeblaze_ref.placement import baselines, copies, joint, maps, methods, plots, simulate, synthetic, trace, traffic
 from moeblaze_ref.placement.synthetic import synthetic_trace
 
 KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap", "load_gap"]
@@ -103,6 +103,29 @@ def test_the_objective_says_which_step_the_map_is_fastest_in(file, tmp_path):
     assert "unknown objective 'hop'" in refused(*chosen, "--objective", "hop")
 
 
+def test_a_budget_gives_a_map_with_copies_and_is_recorded(file, tmp_path):
+    out, record = tmp_path / "map.npz", tmp_path / "record.json"
+    chosen = ("--trace", file, "--gpus", 4, "--topology", "two-nodes", "--out", out, "--force", "--json")
+    rows = json.loads(placed(*chosen, "--method", "dedup-copies", "--budget", 3, "--record", record))
+    found = maps.load(out)
+    assert isinstance(found, maps.Copies) and (found.sizes() == 3).all() and found.num_nodes == 2
+    written = json.loads(record.read_text())
+    assert (written["budget"], written["nodes"], written["groups"]) == (3, None, None)
+    rest = trace.split(traces.load(file), 0)[1]
+    chosen_gpus = copies.routes(rest, found)
+    assert rows[0]["distinct_nodes"] == traffic.distinct(chosen_gpus, chosen_gpus.shares(), 2)[1]
+    placed(*chosen, "--method", "greedy,dedup-copies")
+    assert isinstance(maps.load(out), maps.Placement)  # without a budget, of maps without copies
+
+
+def test_eplb_takes_groups_and_nodes(file):
+    chosen = ("--trace", file, "--gpus", 4, "--method", "eplb-replicas", "--json")
+    alone, grouped = (
+        json.loads(placed(*chosen, *options))[0] for options in ((), ("--nodes", 2, "--groups", 2, "--budget", 3))
+    )
+    assert grouped["balance_mean"] > alone["balance_mean"]  # a group of four experts stays on one node
+
+
 def test_methods_that_are_not_tried_on_many_gpus_are_named_with_the_reason(file, tmp_path):
     large = ("--trace", file, "--expand", "3x128x4", "--gpus", 64, "--topology", "nodes-of-8")
     result = place(*large, "--method", "greedy,moetuner", "--record", tmp_path / "record.json", "--json")
@@ -140,6 +163,9 @@ def test_every_method_takes_experts_that_gpus_and_nodes_do_not_divide_and_nodes_
         (("--gpus", 4, "--experts-per-gpu", "3:8"), "infeasible: at least 3 experts on each of 4 GPUs"),
         (("--gpus", 4, "--experts-per-gpu", "3"), "'3' must be MIN:MAX"),
         (("--gpus", 4, "--experts-per-gpu", "²:3"), "'²:3' must be MIN:MAX"),
+        (("--gpus", 4, "--budget", 1), "budget is 1: 1 experts on each of 4 GPUs are 4, but a layer has 8"),
+        (("--gpus", 4, "--nodes", 3), "num_gpus is 4, but it must be a multiple of num_nodes = 3"),
+        (("--gpus", 4, "--groups", 3), "E is 8, but it must be a multiple of num_groups = 3"),
         (("--gpus", 4, "--experts", 6), "but there are only 6 experts (valid: 0..5)"),
         (("--gpus", 4, "--topology", "ring"), "unknown topology 'ring'"),
         (("--gpus", 3, "--topology", "two-nodes"), "two nodes need an even number"),

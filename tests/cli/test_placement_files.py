@@ -44,6 +44,18 @@ def test_a_record_becomes_a_map_for_a_runtime(target, routed, tmp_path):
     np.testing.assert_array_equal(found, maps.load(tmp_path / "map.npz").assignment)
 
 
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_a_record_becomes_a_map_with_copies_for_a_runtime(target, routed, tmp_path):
+    out = tmp_path / f"map{targets.TARGETS[target].suffixes[0]}"
+    of_routing = ("--trace", routed, "--from", "vllm", "--gpus", 2, "--method", "dedup-copies", "--budget", 5)
+    for options in (("--out", tmp_path / "map.npz"), ("--to", target, "--out", out)):
+        result = moeblaze("place", *of_routing, *options)
+        assert result.exit_code == 0, result.stderr
+    found = targets.load(out, target, 2, (0, 3) if target == "sglang" else ())
+    np.testing.assert_array_equal(found.held, maps.load(tmp_path / "map.npz").held)
+    assert (found.sizes() == 5).all()
+
+
 def test_layers_without_experts_can_be_named(tmp_path):
     placed(
         "--synthetic", "4x8x2", "--splits", 0, "--to", "sglang", "--dense-layers", "0-1,4", "--out", tmp_path / "m.json"

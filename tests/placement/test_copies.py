@@ -228,7 +228,11 @@ def of_layer(skewed, nodes=2, load_weight=3.0):
     sequence, weights = dedup.sample_weights(skewed, 6, 2.0, 0)
     tokens = dedup_copies.tokens_of(skewed.topk[:, 0], E, G, sequence)
     start = dedup_copies.dealt(trace.profile(skewed).P[0], G, SIZE)
-    return start, tokens, slots.Aim(copies.nodes_of(G, nodes), weights * G, 0.5 if nodes > 1 else 0.0, load_weight)
+    return (
+        start,
+        tokens,
+        slots.Objective(copies.nodes_of(G, nodes), weights * G, 0.5 if nodes > 1 else 0.0, load_weight),
+    )
 
 
 def held_of(found):
@@ -237,9 +241,9 @@ def held_of(found):
 
 @pytest.mark.parametrize("steps", [0, 40, 2500])
 def test_what_is_carried_along_equals_a_recount(skewed, steps):
-    start, tokens, aim = of_layer(skewed)
-    found, change = slots.anneal_slots(start, E, tokens, aim, 0.2, 0.005, steps, 0, np.inf)
-    before, after = slots.value(start, E, tokens, aim), slots.value(found, E, tokens, aim)
+    start, tokens, objective = of_layer(skewed)
+    found, change = slots.anneal_slots(start, E, tokens, objective, 0.2, 0.005, steps, 0, np.inf)
+    before, after = slots.value(start, E, tokens, objective), slots.value(found, E, tokens, objective)
     assert after[0] - before[0] == pytest.approx(change, abs=1e-9)
     assert change <= 0 and (change < -0.3 or steps < 2500)
     held = held_of(found)
@@ -250,14 +254,14 @@ def test_what_is_carried_along_equals_a_recount(skewed, steps):
 
 
 def test_the_load_that_counts_is_that_of_the_samples(skewed):
-    start, tokens, aim = of_layer(skewed)
+    start, tokens, objective = of_layer(skewed)
     chosen = copies.choose(skewed.topk[:, 0], copies.sources(skewed.tokens, G), held_of(start), 2)
     as_trace = RoutingTrace(skewed.topk[:, :1].copy(), E, skewed.seq)
     drawn = np.random.default_rng(0).multinomial(16, np.full(16, 1 / 16), 6)
     rows = np.array([[(chosen[skewed.seq == q] == gpu).sum() for gpu in range(G)] for q in range(16)])
     shares = np.array([each @ rows / (each @ rows).sum() for each in drawn])  # (samples, G)
     stretched = rows.sum(axis=0) / rows.sum() + 2 * (shares - shares.mean(axis=0))
-    assert slots.value(start, E, tokens, aim)[3] == pytest.approx((stretched * G).max(axis=1).mean())
+    assert slots.value(start, E, tokens, objective)[3] == pytest.approx((stretched * G).max(axis=1).mean())
     assert dedup.sampled_loads(as_trace, 6, 2.0, 0).shape == (6, 1, E)
 
 
@@ -266,18 +270,21 @@ def test_a_search_finds_the_best_of_all_maps():
     topk = np.stack([rng.choice(4, 2, replace=False, p=[0.5, 0.25, 0.15, 0.1]) for _ in range(200)])
     small = RoutingTrace(topk.astype(np.int16)[:, None], 4)
     sequence, weights = dedup.sample_weights(small, 4, 2.0, 0)
-    tokens, aim = dedup_copies.tokens_of(topk, 4, 3, sequence), slots.Aim(copies.nodes_of(3, 1), weights * 3, 0.0, 3.0)
+    tokens, objective = (
+        dedup_copies.tokens_of(topk, 4, 3, sequence),
+        slots.Objective(copies.nodes_of(3, 1), weights * 3, 0.0, 3.0),
+    )
     pairs = [[a, b] for a in range(4) for b in range(a + 1, 4)]
     every = [np.array([a, b, c]) for a in pairs for b in pairs for c in pairs if len({*a, *b, *c}) == 4]
-    best = min(slots.value(one, 4, tokens, aim)[0] for one in every)
-    found, _ = slots.anneal_slots(every[0], 4, tokens, aim, 0.3, 0.01, 3000, 0, np.inf)
-    assert slots.value(found, 4, tokens, aim)[0] == pytest.approx(best)
+    best = min(slots.value(one, 4, tokens, objective)[0] for one in every)
+    found, _ = slots.anneal_slots(every[0], 4, tokens, objective, 0.3, 0.01, 3000, 0, np.inf)
+    assert slots.value(found, 4, tokens, objective)[0] == pytest.approx(best)
 
 
 def test_a_layer_after_the_deadline_stays_as_it_was(skewed):
-    start, tokens, aim = of_layer(skewed)
+    start, tokens, objective = of_layer(skewed)
     late = time.perf_counter() - 1
-    found, change = slots.anneal_slots(start, E, tokens, aim, 0.2, 0.005, 1000, 0, late)
+    found, change = slots.anneal_slots(start, E, tokens, objective, 0.2, 0.005, 1000, 0, late)
     np.testing.assert_array_equal(found, start)
     assert change == 0
 
@@ -303,10 +310,11 @@ def test_the_search_has_fewer_gpus_and_nodes_a_token_than_eplb_at_a_load_near_it
         fitted = methods.Fitted(placed.shares(), placed) if placed else job._fit(counted)
         rows[name] = job._evaluate(fitted, counted, 0.0)
     ours, random, nearest = rows.values()
-    assert ours.distinct_gpus < random.distinct_gpus - 0.1 and ours.balance_mean < random.balance_mean + 0.03
+    assert ours.distinct_gpus < random.distinct_gpus - 0.05 and ours.balance_mean < random.balance_mean + 0.03
     assert ours.distinct_nodes < random.distinct_nodes or nodes == 1
     ours_sum, nearest_sum = (
-        row.distinct_gpus + 0.5 * (nodes > 1) * row.distinct_nodes + 10 * row.balance_mean for row in (ours, nearest)
+        row.distinct_gpus + 0.5 * (nodes > 1) * row.distinct_nodes + dedup_copies.LOAD_WEIGHT * row.balance_mean
+        for row in (ours, nearest)
     )
     assert ours_sum < nearest_sum - 0.1
 

@@ -49,7 +49,7 @@ def record():
 def test_the_page_is_what_the_records_give():
     text = "".join(page.read_text() for page in document.PAGES)
     assert unmarked(document.fill(text)) == unmarked(text)
-    kinds = (*document.RECORDS, *document.HOME_RECORDS, "growth")
+    kinds = (*document.RECORDS, *document.HOME_RECORDS, *document.COPIES_RECORDS, "growth")
     assert all(text.count(f"<!-- begin {kind} -->") == 1 for kind in kinds)
 
 
@@ -168,6 +168,35 @@ def test_a_record_of_tokens_that_come_home_becomes_a_table():
     )
     with pytest.raises(ValueError, match="the record has no greedy"):
         findings.home({"rows": rows[1:], "splits": splits[2:]})
+
+
+def test_a_record_of_copies_stands_beside_eplb():
+    splits = [home_trial("eplb-replicas", seed, 3.4, 1.1, 50.0) for seed in (0, 1)]
+    splits += [home_trial("dedup-copies", 0, 3.0, 1.09, 49.0), home_trial("dedup-copies", 1, 3.5, 1.11, 51.0)]
+    splits[2]["distinct_nodes"] = 1.2
+    rows = [home_trial("dedup-copies", None, 3.25, 1.1, 50.0)]
+    text = findings.copies({"rows": rows, "splits": splits})
+    assert "| 1.100 | 1.200 | 1.300 |  | +0.000 | +0.010 | 70.0% | 50.000 | 1 of 2 | 1.0 |" in text
+    assert "over `eplb-replicas`, median" in text
+    assert text.endswith("a lower D in 1 of 2 splits and a lower N in 1 of 2 splits than `eplb-replicas`.")
+    on_one_node = [trial | {"distinct_nodes": 1.0} for trial in splits]
+    assert findings.copies({"rows": rows, "splits": on_one_node}).endswith(
+        "lower D in 1 of 2 splits than `eplb-replicas`."
+    )
+    with pytest.raises(ValueError, match="the record has no eplb-replicas"):
+        findings.copies({"rows": rows, "splits": splits[2:]})
+
+
+def test_copies_are_no_fuller_than_eplbs_and_send_less_in_every_split():
+    for found in [document.load(path) for path in document.COPIES_RECORDS.values() if path.exists()]:
+        trials = {(trial["method"], trial["seed"]): trial for trial in found["splits"]}
+        rows = {row["method"]: row for row in found["rows"]}
+        assert rows["dedup-copies"]["balance_mean"] <= rows["eplb-replicas"]["balance_mean"]
+        for seed in range(20):
+            ours, theirs = (trials[method, seed] for method in ("dedup-copies", "eplb-replicas"))
+            assert ours["balance_mean"] <= theirs["balance_mean"] + 0.02 and not ours["cut"]
+            assert ours["distinct_gpus"] < theirs["distinct_gpus"]
+            assert ours["distinct_nodes"] < theirs["distinct_nodes"] or found["topology"] == "nvlink"
 
 
 def test_the_growth_stands_beside_eplb():
