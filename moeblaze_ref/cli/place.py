@@ -148,6 +148,9 @@ def place(
             print_note(reason)
         trials = progress.run_with_bar("placing", work, jobs)
         rows = methods.medians(trials)
+        for row in rows:
+            if row.skipped:
+                print_note(f"{row.method}: {row.skipped}")
         caption = report.evaluated_on(splits, gpus, tokens)
         show(as_json, [row.as_dict() for row in rows], functools.partial(report.table, rows, caption))
         if output:

@@ -40,12 +40,15 @@ class GpuAssignment:
     bound : float
         Proven: nothing does better.
     seconds : float
+    skipped : str
+        Why the solver found nothing or was not asked, so that the start counts; empty if that is not so.
     """
 
     gpus: np.ndarray
     objective: float
     bound: float
     seconds: float
+    skipped: str = ""
 
     @property
     def gap(self) -> float:
@@ -91,20 +94,27 @@ def assign_gpus(
     known = slowest(C, gpus, cost).sum() if fits else cost.max(initial=0) * C.max(axis=(1, 2), initial=0).sum()
     scale = min(1 if (cost == np.round(cost)).all() else 1000, EXACT / max(known, 1))  # times are whole numbers then
     least = np.floor(scale * pair_bounds(C, cost)).astype(np.int64)  # (layers - 1,)
-    bound = int(least.sum())
+    bound, skipped = int(least.sum()), ""
     if not fits or scale * slowest(C, gpus, cost).sum() >= bound + 1:
         # A pair that takes longer than all transitions of the known assignment is in no better one.
         time_of = np.minimum(np.floor(scale * cost * C[..., None, None]), np.ceil(scale * known))
-        gpus, bound = _solve(C, cost, time_of, sizes, hosted, gpus if fits else None, least, solver, began + time_limit)
-    return GpuAssignment(gpus, float(slowest(C, gpus, cost).sum()), bound / scale, time.perf_counter() - began)
+        gpus, bound, skipped = _solve(
+            C, cost, time_of, sizes, hosted, gpus if fits else None, least, solver, began + time_limit
+        )
+    seconds = time.perf_counter() - began
+    return GpuAssignment(gpus, float(slowest(C, gpus, cost).sum()), bound / scale, seconds, skipped)
 
 
 def _solve(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
-    """Solve ILP 2: (GPU of each cluster, bound), or the start and its bound if the time is too short."""
+    """Solve ILP 2: (GPU of each cluster, bound, empty), or the start, its bound, and why it was not solved."""
     model = _Model(C, time_of, sizes, hosted, least)
-    late = time.perf_counter() > deadline
-    if (late or model.rows > MAX_ROWS) and start is not None:
-        return start, int(least.sum())
+    why = ""
+    if time.perf_counter() > deadline:
+        why = "ILP 2 was not solved: the time limit was over"
+    elif model.rows > MAX_ROWS:
+        why = f"ILP 2 was not solved: it has {model.rows:,} rows, but at most {MAX_ROWS:,} are tried"
+    if why and start is not None:
+        return start, int(least.sum()), why
     try:
         model.build()
         found = minimise(model.model, solver, deadline - time.perf_counter(), model.start(start))
@@ -118,11 +128,11 @@ def _solve(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
             "ILP 2 found no assignment within the time limit; raise it, or use equal bounds on experts per GPU"
         )
     if found is None:
-        return start, int(least.sum())
+        return start, int(least.sum()), "ILP 2 was not solved: its solver found nothing within the time limit"
     gpus = model.gpus(found.values)
     if start is not None and slowest(C, start, cost).sum() <= slowest(C, gpus, cost).sum():
         gpus = start
-    return gpus, max(int(least.sum()), found.bound)
+    return gpus, max(int(least.sum()), found.bound), ""
 
 
 class _Model:

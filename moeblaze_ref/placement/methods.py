@@ -92,6 +92,12 @@ class Fitted:
     #: from the mean, which may be unproven where this is small.
     load_gap: float | None = None
     cut: bool = False  #: whether the time limit ended a search
+    skipped: str = ""  #: why a program was not solved; empty if it was, or there is none
+
+    @property
+    def status(self) -> str:
+        """Return "solved" if a solver brought it to its gap, else "heuristic"."""
+        return "heuristic" if self.gap is None or self.skipped else "solved"
 
 
 def _placed(
@@ -130,7 +136,7 @@ def _nearest_of_eplb(sample: Profile, on: Cluster, options: Options) -> Fitted:
 
 def _moetuner(sample: Profile, on: Cluster, options: Options) -> Fitted:
     found = moetuner(sample, on, options.bounds, options.solver, options.time_limit)
-    return _placed(found.placement, found.gap, found.clusters.gap)
+    return Fitted(found.placement.shares(), found.placement, found.gap, found.clusters.gap, skipped=found.gpus.skipped)
 
 
 def _joint(sample: Profile, on: Cluster, options: Options) -> Fitted:
@@ -216,6 +222,8 @@ class Row:
     batch_4096: float | None
     batch_16384: float | None
     cut: bool  #: whether the time limit ended a search: of any split
+    skipped: str  #: as in `Fitted`: of any split
+    status: str  #: solved, to its gap, or heuristic: of any split
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers for a record, without arrays."""
@@ -302,6 +310,8 @@ class Job:
             batch_4096=batches.get(4096),
             batch_16384=batches.get(16_384),
             cut=fitted.cut,
+            skipped=fitted.skipped,
+            status=fitted.status,
             fitted=fitted,
             load=load,
         )
@@ -383,9 +393,11 @@ def medians(trials: list[Trial]) -> list[Row]:
     rows = []
     for method in dict.fromkeys(trial.method for trial in trials):
         of_method = [trial for trial in trials if trial.method == method]
-        names = (field.name for field in fields(Row) if field.name not in ("method", "cut"))
+        names = (field.name for field in fields(Row) if field.name not in ("method", "cut", "skipped", "status"))
         numbers: dict[str, Any] = {name: _median([getattr(trial, name) for trial in of_method]) for name in names}
-        rows.append(Row(method, cut=any(trial.cut for trial in of_method), **numbers))
+        cut, skipped = any(trial.cut for trial in of_method), max(trial.skipped for trial in of_method)
+        status = min(trial.status for trial in of_method)  # heuristic, if any is
+        rows.append(Row(method, cut=cut, skipped=skipped, status=status, **numbers))
     return rows
 
 

@@ -12,7 +12,7 @@ from moeblaze_ref.placement.methods import Row, Trial
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "method": lambda row: row.method,
-    "load: mean": lambda row: f"{row.balance_mean:.3f}",
+    "load": lambda row: f"{row.balance_mean:.3f}",
     "worst layer": lambda row: f"{row.balance_worst:.3f}",
     "D": lambda row: f"{row.distinct_gpus:.3f}",
     "N": lambda row: f"{row.distinct_nodes:.3f}",
@@ -21,14 +21,14 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "hops ms": lambda row: f"{row.step_ms:.3f}",
     "batch of 256": lambda row: "-" if row.batch_256 is None else f"{row.batch_256:.3f}",
     "solved in s": lambda row: f"{row.solve_s:.2f}{' cut' if row.cut else ''}",
-    "gap": lambda row: "-" if row.gap is None else f"{row.gap:.2%}",
+    "gap": lambda row: f"{row.gap:.2%}" if row.status == "solved" else row.status,
 }
 
 
 def table(rows: list[Row], evaluated: str) -> Table:
     """A line a method: the fullest GPU over the mean, crossings, the modelled step, and what finding it took.
 
-    The gap is `methods.Fitted.gap`; ``evaluated`` is the caption.
+    The gap is `methods.Fitted.gap`, where a solver found it; ``evaluated`` is the caption.
     """
     found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=evaluated, caption_justify="left")
     for name in COLUMNS:
@@ -46,9 +46,8 @@ def evaluated_on(splits: int, num_gpus: int, tokens: int) -> str:
     return (
         f"{num_gpus} GPUs, evaluated on {where}. Load: the fullest GPU over the mean. D, N: distinct GPUs and nodes of "
         f"a token in a layer. ms: modelled steps of {tokens:,} tokens that come home after every layer, or hop from "
-        "layer to layer. Cut: the time limit ended a search. Gap: what the fullest GPU's load, and the slowest pairs' "
-        "time, may be above the least where they were "
-        "fitted."
+        "layer to layer. Cut: the time limit ended a search. Gap: what the fullest GPU's load, and the slowest "
+        "pairs' time, may be above the least where they were fitted. Heuristic: no solver found it."
     )
 
 

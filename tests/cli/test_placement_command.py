@@ -9,11 +9,24 @@ from typer.testing import CliRunner
 
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import traces
-from moeblaze_ref.placement import baselines, copies, joint, maps, methods, plots, simulate, synthetic, trace, traffic
+from moeblaze_ref.placement import (
+    baselines,
+    copies,
+    gpu_assignment,
+    joint,
+    maps,
+    methods,
+    plots,
+    simulate,
+    synthetic,
+    trace,
+    traffic,
+)
 from moeblaze_ref.placement.synthetic import synthetic_trace
 
 KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap", "load_gap"]
 KEYS += ["distinct_gpus", "distinct_nodes", "runtime_ms", "batch_256", "batch_1024", "batch_4096", "batch_16384", "cut"]
+KEYS += ["skipped", "status"]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +68,8 @@ def test_every_method_is_a_row_of_json(file):
     by_name = {row["method"]: row for row in rows}
     assert by_name["moetuner"]["gap"] < 0.02 and by_name["greedy"]["gap"] is None
     assert 1 <= by_name["greedy"]["balance_mean"] < by_name["contiguous"]["balance_mean"]
+    assert by_name["moetuner"]["status"] == "solved" and by_name["moetuner"]["skipped"] == ""
+    assert {by_name[name]["status"] for name in by_name if name != "moetuner"} == {"heuristic"}
     assert by_name["moetuner"]["cross_share"] < 1 and by_name["joint"]["step_ms"] > 0
 
 
@@ -181,6 +196,21 @@ def test_every_method_takes_experts_that_gpus_and_nodes_do_not_divide_and_nodes_
 def test_bad_input_is_one_sentence_and_status_2(file, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in refused("--trace", file, *arguments)
+
+
+def test_a_program_that_is_too_large_is_said_to_be_unsolved(file, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_assignment, "MAX_ROWS", 10)
+    asked = ("--trace", file, "--gpus", 4, "--topology", "two-nodes", "--method", "moetuner", "--json")
+    result = place(*asked, "--record", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)
+    assert row["skipped"].startswith("ILP 2 was not solved: it has ") and "but at most 10 are tried" in row["skipped"]
+    assert (
+        row["status"] == "heuristic"
+        and row["gap"] > 0
+        and f"moetuner: {row['skipped']}" in " ".join(result.stderr.split())
+    )
+    assert json.loads((tmp_path / "r.json").read_text())["splits"][0]["skipped"] == row["skipped"]
 
 
 @pytest.mark.parametrize("method", ["moetuner", "greedy"])
