@@ -20,7 +20,8 @@ def place(
         Path | None, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--from", help="Runtime that recorded the file of --trace: vllm or sglang.")
+        str | None,
+        typer.Option("--from", help="What recorded the file of --trace: vllm, sglang, or counts alone."),
     ] = None,
     synthetic: Annotated[
         str | None,
@@ -105,6 +106,7 @@ def place(
     """
     from moeblaze_ref.core import figures
     from moeblaze_ref.placement import bounds, joint, methods, report, simulate, sources, targets, traffic
+    from moeblaze_ref.placement.counted import Counted
     from moeblaze_ref.placement.expand import expanded
 
     with user_errors():
@@ -116,6 +118,8 @@ def place(
         if recorded.left_out:
             print_note(f"{recorded.left_out} recorded tokens are left out: padding, or decodes of unknown requests")
         routed = expanded(recorded.trace, expand)
+        if plots and isinstance(routed, Counted):
+            raise ValueError("--plots draws crossings, but of counts alone none are known")
         on, costs = simulate.cluster(topology, gpus, d, h), traffic.runtime(topology, gpus, d, h)
         options = methods.Options(
             bounds.parse(experts_per_gpu),
@@ -127,12 +131,12 @@ def place(
             nodes=nodes,
             groups=groups,
         )
-        skipped = methods.too_large(asked, gpus)
+        skipped = methods.not_tried(asked, routed, gpus)
         chosen = [name for name in asked if name not in skipped] or asked
         work = methods.jobs(routed, on, chosen, splits, options, tokens)
         shown = (plots or record) and splits and "joint" in chosen
         curve = methods.curve(routed, on, options, tokens=tokens) if shown else []
-        dense = targets.dense_layers(dense_layers, target, routed.topk.shape[1], recorded.dense)
+        dense = targets.dense_layers(dense_layers, target, routed.layers, recorded.dense)
         output = targets.planned(out, target, dense)
         if target and expand:
             raise ValueError(f"--to {target} writes a map for a runtime, but none has the model that --expand makes up")

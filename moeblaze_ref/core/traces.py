@@ -85,6 +85,12 @@ class RoutingTrace:
         """Tokens of all sequences."""
         return len(self.topk)
 
+    @property
+    def layers(self) -> int:
+        """MoE layers."""
+        layers: int = self.topk.shape[1]
+        return layers
+
     def of(self, chosen: np.ndarray) -> "RoutingTrace":
         """The trace of the tokens that a mask (tokens,) chooses."""
         arrays = {name: getattr(self, name) for name in ("topk", "seq", "pos", "token")}

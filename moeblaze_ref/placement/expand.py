@@ -10,6 +10,7 @@ import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
+from moeblaze_ref.placement.counted import Counted
 from moeblaze_ref.placement.synthetic import sizes_of
 
 
@@ -54,6 +55,16 @@ def expand(trace: RoutingTrace, layers: int, num_experts: int, k: int, seed: int
     return RoutingTrace(topk, num_experts, trace.seq, trace.pos, trace.token, trace.seq_kind, model=model)
 
 
-def expanded(trace: RoutingTrace, size: str | None) -> RoutingTrace:
-    """The trace, or with a size "LAYERSxExK", such as "58x256x8", what `expand` makes of it; errors as there."""
-    return trace if size is None else expand(trace, *sizes_of(size))
+def expanded(trace: RoutingTrace | Counted, size: str | None) -> RoutingTrace | Counted:
+    """Return what was recorded, or with a size "LAYERSxExK", such as "58x256x8", what `expand` makes of a trace.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `expand`, or if a size is given for counts.
+    """
+    if size is None:
+        return trace
+    if isinstance(trace, Counted):
+        raise ValueError("a larger model is made of the tokens of a trace, but the record has counts alone")
+    return expand(trace, *sizes_of(size))

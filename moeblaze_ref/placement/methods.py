@@ -14,6 +14,7 @@ from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.placement import annealing, baselines, dedup_copies, traffic
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.copies import MOST_GPUS, Routes, routes
+from moeblaze_ref.placement.counted import Counted
 from moeblaze_ref.placement.dedup import SWAPS, dedup
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.joint import LIMIT, LIMITS, check_limit, joint, search
@@ -34,6 +35,12 @@ LARGEST = {
     "eplb-nearest": (MOST_GPUS, "a token's GPUs are bits of one word"),
     "dedup-copies": (MOST_GPUS, "a token's GPUs are bits of one word"),
 }
+
+
+# Methods that need the choices of tokens, not their counts alone.
+FOLLOWING = ("exflow", "moetuner", "joint", "dedup", "dedup-copies")
+
+Traffic = RoutingTrace | Counted
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,10 @@ def _replicated_by_eplb(sample: Profile, on: Cluster, options: Options) -> np.nd
 
 
 def _nearest_of_eplb(sample: Profile, on: Cluster, options: Options) -> Fitted:
-    """EPLB's map, from which tokens choose by our rule; two copies of an expert on one GPU count as one."""
+    """EPLB's map, from which tokens choose by our rule; two copies of an expert on one GPU count as one.
+
+    Of counts alone the choice is unknown, and copies share an expert's tokens evenly.
+    """
     return _placed(Copies(_replicated_by_eplb(sample, on, options) > 0, on.num_nodes, sample.model))
 
 
@@ -202,6 +212,13 @@ def too_large(methods: Iterable[str], num_gpus: int) -> dict[str, str]:
     }
 
 
+def not_tried(methods: Iterable[str], trace: Traffic, num_gpus: int) -> dict[str, str]:
+    """Return why methods are not tried on a trace and so many GPUs, by name: one line each."""
+    unknown = "the record has counts alone, but it needs the experts that each token chose"
+    following = [name for name in methods if isinstance(trace, Counted) and name in FOLLOWING]
+    return too_large(methods, num_gpus) | {name: f"{name} is not tried: {unknown}" for name in following}
+
+
 @dataclass(frozen=True)
 class Row:
     """A method's numbers: on one split, or their medians over several."""
@@ -209,14 +226,15 @@ class Row:
     method: str
     balance_mean: float  #: the fullest GPU's load over the mean, over layers
     balance_worst: float
-    cross_share: float  #: of transitions between layers, those that change GPU
-    step_ms: float  #: of the modelled step
+    # What is None where the record has counts alone: it depends on which experts a token chose.
+    cross_share: float | None  #: of transitions between layers, those that change GPU
+    step_ms: float | None  #: of the modelled step
     solve_s: float  #: of the method
     gap: float | None  #: as in `Fitted`
     load_gap: float | None
-    distinct_gpus: float  #: D, of a token in a layer
-    distinct_nodes: float  #: N
-    runtime_ms: float  #: of the modelled step that brings tokens home
+    distinct_gpus: float | None  #: D, of a token in a layer
+    distinct_nodes: float | None  #: N
+    runtime_ms: float | None  #: of the modelled step that brings tokens home
     batch_256: float | None  #: the fullest GPU's load over the mean in batches of so many tokens; None for too few
     batch_1024: float | None
     batch_4096: float | None
@@ -235,8 +253,8 @@ class Trial(Row):
     """One method on one split."""
 
     seed: int | None  #: of the split; None if it was evaluated on what it was fitted to
-    token_tail_ms: float  #: of the modelled step, slowest GPUs and slowest pairs: ``step_ms`` is their sum
-    transfer_tail_ms: float
+    token_tail_ms: float | None  #: of the modelled step, slowest GPUs and slowest pairs: ``step_ms`` is their sum
+    transfer_tail_ms: float | None
     fitted: Fitted
     load: np.ndarray  #: (layers, G), held-out tokens that each GPU got
 
@@ -249,7 +267,7 @@ class Job:
     ----------
     method : str
         One of ``METHODS``, or the search of `joint` alone if there is a ``limit``.
-    trace : RoutingTrace
+    trace : RoutingTrace or Counted
     seed : int or None
         Of the split. None: fitted to the whole trace, and evaluated on it too.
     on : Cluster
@@ -261,7 +279,7 @@ class Job:
     """
 
     method: str
-    trace: RoutingTrace
+    trace: Traffic
     seed: int | None
     on: Cluster
     options: Options
@@ -282,39 +300,51 @@ class Job:
         return _placed(search(sample, self.on, self.limit, self.options.bounds, self.options.steps))
 
     def _evaluate(self, fitted: Fitted, held_out: Profile, seconds: float) -> Trial:
-        counted, trace, shares = _served(fitted, held_out)
+        counted, shares = held_out, fitted.shares
+        followed: dict[str, float | None] = dict.fromkeys(FOLLOWED)
+        if held_out.trace is not None:
+            counted, trace, shares = _served(fitted, held_out)
+            followed = self._followed(counted, trace, shares)
         load = loads(counted, shares)
-        each, model = balance(load), step(counted, shares, self.on, self.tokens)
-        home = traffic.step(
-            load, traffic.visits(trace, shares), trace.tokens, self.options.runtime(self.on), self.tokens
-        )
-        D, N = traffic.distinct(trace, shares, self.on.num_nodes)
-        batches = traffic.batch_loads(trace, shares)
+        each = balance(load)
         return Trial(
             method=self.method,
             seed=self.seed,
             balance_mean=float(each.mean()),
             balance_worst=float(each.max()),
-            cross_share=cross_share(transitions(counted, shares)),
-            step_ms=model.ms,
-            token_tail_ms=1e3 * float(model.compute_s.sum()),
-            transfer_tail_ms=1e3 * float(model.transfer_s.sum()),
             solve_s=seconds,
             gap=fitted.gap,
             load_gap=fitted.load_gap,
-            distinct_gpus=D,
-            distinct_nodes=N,
-            runtime_ms=home.ms,
-            batch_256=batches.get(256),
-            batch_1024=batches.get(1024),
-            batch_4096=batches.get(4096),
-            batch_16384=batches.get(16_384),
             cut=fitted.cut,
             skipped=fitted.skipped,
             status=fitted.status,
             fitted=fitted,
             load=load,
+            **followed,
         )
+
+    def _followed(self, counted: Profile, trace: RoutingTrace | Routes, shares: np.ndarray) -> dict[str, float | None]:
+        """What depends on which experts each token chose, by the names of `Trial`."""
+        model = step(counted, shares, self.on, self.tokens)
+        costs, visited = self.options.runtime(self.on), traffic.visits(trace, shares)
+        home = traffic.step(loads(counted, shares), visited, trace.tokens, costs, self.tokens)
+        D, N = traffic.distinct(trace, shares, self.on.num_nodes)
+        batches = traffic.batch_loads(trace, shares)
+        return {
+            "cross_share": cross_share(transitions(counted, shares)),
+            "step_ms": model.ms,
+            "token_tail_ms": 1e3 * float(model.compute_s.sum()),
+            "transfer_tail_ms": 1e3 * float(model.transfer_s.sum()),
+            "distinct_gpus": D,
+            "distinct_nodes": N,
+            "runtime_ms": home.ms,
+        } | {f"batch_{size}": batches.get(size) for size in traffic.BATCHES}
+
+
+FOLLOWED = (
+    *("cross_share", "step_ms", "token_tail_ms", "transfer_tail_ms", "distinct_gpus", "distinct_nodes", "runtime_ms"),
+    *(f"batch_{size}" for size in traffic.BATCHES),
+)
 
 
 def _served(fitted: Fitted, held_out: Profile) -> tuple[Profile, RoutingTrace | Routes, np.ndarray]:
@@ -330,17 +360,25 @@ def _served(fitted: Fitted, held_out: Profile) -> tuple[Profile, RoutingTrace | 
 
 
 @lru_cache(maxsize=1)
-def _halves(trace: RoutingTrace, seed: int | None) -> tuple[Profile, Profile]:
+def _halves(trace: Traffic, seed: int | None) -> tuple[Profile, Profile]:
     """The profiles to fit to and to evaluate on."""
     if seed is None:
-        whole = profile(trace)
+        whole = _profile(trace)
         return whole, whole
-    sample, held_out = split(trace, seed)
-    return profile(sample), profile(held_out)
+    sample, held_out = _split(trace, seed)
+    return _profile(sample), _profile(held_out)
+
+
+def _split(trace: Traffic, seed: int) -> tuple[Traffic, Traffic]:
+    return trace.halves(seed) if isinstance(trace, Counted) else split(trace, seed)
+
+
+def _profile(trace: Traffic) -> Profile:
+    return trace.profile() if isinstance(trace, Counted) else profile(trace)
 
 
 def jobs(
-    trace: RoutingTrace,
+    trace: Traffic,
     on: Cluster,
     methods: Collection[str] = tuple(METHODS),
     splits: int = 1,
@@ -359,7 +397,7 @@ def jobs(
         than experts, the bounds are infeasible, or the trace has no tokens or too few sequences to split.
     """
     methods = named(methods)
-    for reason in too_large(methods, on.num_gpus).values():
+    for reason in not_tried(methods, trace, on.num_gpus).values():
         raise ValueError(reason)
     check_installed(options.solver)
     checks.check_int("splits", splits, 0)
@@ -369,13 +407,13 @@ def jobs(
     if not trace.tokens:
         raise ValueError("the trace has no tokens: there is nothing to place by")
     if splits:
-        split(trace, 0)
+        _split(trace, 0)
     seeds: list[int | None] = [*range(splits)] or [None]
     return [Job(method, trace, seed, on, options, tokens) for seed in seeds for method in methods]
 
 
 def curve(
-    trace: RoutingTrace,
+    trace: Traffic,
     on: Cluster,
     options: Options = Options(),
     limits: Sequence[float] = LIMITS,
@@ -409,6 +447,8 @@ def _median(values: list[float | None]) -> float | None:
 def fastest_map(trials: list[Trial], objective: str = "dedup", with_copies: bool = False) -> Placement | Copies:
     """Return the placement with the shortest modelled step of the objective, among those of the first split.
 
+    Of counts alone it is the placement whose load is most even.
+
     Maps with copies need more memory, so they count only ``with_copies``, or where there is no other map.
 
     Raises
@@ -417,6 +457,8 @@ def fastest_map(trials: list[Trial], objective: str = "dedup", with_copies: bool
         If there is no such objective, or none of the methods has a map.
     """
     time_of = OBJECTIVES[checks.check_name("objective", objective, OBJECTIVES)]
+    if trials[0].runtime_ms is None:
+        time_of = "balance_mean"  # of counts alone no step is known
     first = [trial for trial in trials if trial.seed == trials[0].seed]
     placed = [
         (getattr(trial, time_of), trial.fitted.placement) for trial in first if trial.fitted.placement is not None

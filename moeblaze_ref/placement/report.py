@@ -10,16 +10,21 @@ from rich.table import Table
 
 from moeblaze_ref.placement.methods import Row, Trial
 
+
+def _known(number: float | None, form: str = ".3f") -> str:
+    return "-" if number is None else format(number, form)
+
+
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "method": lambda row: row.method,
-    "load": lambda row: f"{row.balance_mean:.3f}",
-    "worst layer": lambda row: f"{row.balance_worst:.3f}",
-    "D": lambda row: f"{row.distinct_gpus:.3f}",
-    "N": lambda row: f"{row.distinct_nodes:.3f}",
-    "cross-GPU": lambda row: f"{row.cross_share:.1%}",
-    "home ms": lambda row: f"{row.runtime_ms:.3f}",
-    "hops ms": lambda row: f"{row.step_ms:.3f}",
-    "batch of 256": lambda row: "-" if row.batch_256 is None else f"{row.batch_256:.3f}",
+    "load": lambda row: _known(row.balance_mean),
+    "worst layer": lambda row: _known(row.balance_worst),
+    "D": lambda row: _known(row.distinct_gpus),
+    "N": lambda row: _known(row.distinct_nodes),
+    "cross-GPU": lambda row: _known(row.cross_share, ".1%"),
+    "home ms": lambda row: _known(row.runtime_ms),
+    "hops ms": lambda row: _known(row.step_ms),
+    "batch of 256": lambda row: _known(row.batch_256),
     "solved in s": lambda row: f"{row.solve_s:.2f}{' cut' if row.cut else ''}",
     "gap": lambda row: f"{row.gap:.2%}" if row.status == "solved" else row.status,
 }

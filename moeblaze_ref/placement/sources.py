@@ -1,4 +1,4 @@
-"""Routing that serving runtimes record, as a trace.
+"""Routing that serving runtimes record, as a trace, or as counts.
 
 What each runtime writes was read in the release that is named:
 
@@ -8,8 +8,9 @@ What each runtime writes was read in the release that is named:
 - ``sglang``: SGLang 0.5.23, what ``_DetailAccumulator.dump`` of ``srt/eplb/expert_distribution.py`` writes with
   ``--expert-distribution-recorder-mode per_token``. Its ids are those of places. Of a decode it says which tokens it
   holds, but not of which requests: these are left out. A chunk of a prompt counts as a sequence.
+- ``counts``: tokens of each expert alone, from anywhere: `counted.read`.
 
-Both record all layers of a model, those without experts too. These hold no choice, and are left out of the trace.
+All record all layers of a model, those without experts too. These hold no choice, and are left out.
 """
 
 import base64
@@ -24,6 +25,8 @@ import numpy as np
 
 from moeblaze_ref.core import checks, records
 from moeblaze_ref.core.traces import MAX_IDS, NPY, RoutingTrace
+from moeblaze_ref.placement import counted
+from moeblaze_ref.placement.counted import Counted
 from moeblaze_ref.placement.synthetic import trace_or_synthetic
 from moeblaze_ref.placement.trace import load_tensors
 
@@ -33,7 +36,7 @@ Array = np.ndarray
 class Recorded(NamedTuple):
     """What a runtime recorded."""
 
-    trace: RoutingTrace
+    trace: RoutingTrace | Counted
     dense: tuple[int, ...]  #: the model's layers without experts, counted among all layers
     left_out: int  #: tokens of which no request is known, or of which nothing was recorded
 
@@ -48,7 +51,7 @@ class _Choices(NamedTuple):
 
 
 def read(path: Path, source: str, num_experts: int | None = None, model: str = "") -> Recorded:
-    """A runtime's record as a trace.
+    """Read a runtime's record.
 
     Parameters
     ----------
@@ -56,7 +59,7 @@ def read(path: Path, source: str, num_experts: int | None = None, model: str = "
     source : str
         One of ``SOURCES``.
     num_experts : int, optional
-        E; otherwise one more than the largest id.
+        E; otherwise one more than the largest id. Counts have it already.
     model : str
         Whose routing it is.
 
@@ -68,7 +71,24 @@ def read(path: Path, source: str, num_experts: int | None = None, model: str = "
         If the source is unknown, the file is none of it, or holds no choices of experts: the message names the element.
     """
     path = Path(path)
-    choices = SOURCES[checks.check_name("source", source, SOURCES)](path)
+    if checks.check_name("source", source, SOURCES) == COUNTS:
+        return _counted(path, num_experts, model)
+    return _traced(path, source, num_experts, model)
+
+
+def _counted(path: Path, num_experts: int | None, model: str) -> Recorded:
+    counts = counted.read(path)
+    dense = ~counts.any(axis=(0, 2))  # (layers,)
+    if dense.all():
+        raise ValueError(f"{path.name} holds no counts: all are 0")
+    found = Counted(counts[:, ~dense], model)
+    if num_experts not in (None, found.num_experts):
+        raise ValueError(f"num_experts is {num_experts}, but {path.name} has counts of {found.num_experts} experts")
+    return Recorded(found, tuple(np.flatnonzero(dense).tolist()), 0)
+
+
+def _traced(path: Path, source: str, num_experts: int | None, model: str) -> Recorded:
+    choices = CHOICES[source](path)
     if not choices.ids.size:
         raise ValueError(f"{path.name} holds no token whose experts were recorded")
     ids = choices.ids[:, :, : _columns(choices.ids)]  # (tokens, layers, k)
@@ -166,7 +186,7 @@ def _decoded(name: str, text: Any) -> Array:
 def _sglang(path: Path) -> _Choices:
     found = load_tensors(path)
     if "logical_count" in found:
-        raise ValueError(f"{path.name} holds counts, not choices: record in mode per_token")
+        raise ValueError(f"{path.name} holds counts, not choices: record in mode per_token, or use --from counts")
     if missing := {"records", "last_physical_to_logical_map"} - found.keys():
         raise ValueError(f"{path.name} has no {', '.join(sorted(missing))}, as SGLang's records of mode per_token have")
     logical = np.asarray(found["last_physical_to_logical_map"]).astype(np.int64)  # (layers, places)
@@ -206,4 +226,6 @@ def _without_padding(choices: _Choices) -> _Choices:
     return choices._replace(ids=choices.ids[chosen], seq=choices.seq[chosen], left_out=left_out)
 
 
-SOURCES: dict[str, Callable[[Path], _Choices]] = {"vllm": _vllm, "sglang": _sglang}
+COUNTS = "counts"
+CHOICES: dict[str, Callable[[Path], _Choices]] = {"vllm": _vllm, "sglang": _sglang}
+SOURCES = (*CHOICES, COUNTS)

@@ -5,7 +5,6 @@ e1 in layer l and e2 in layer l + 1, the routing dependency between layers.
 """
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,49 +116,6 @@ def counts(topk: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
         pairs = ids[:, before, :, None] * E + ids[:, before + 1, None, :]  # (tokens, k, k)
         R[before] = np.bincount(pairs.ravel(), minlength=E * E).reshape(E, E)
     return P, R
-
-
-def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> Profile:
-    """Read the counts of SGLang's expert-distribution record: P alone, without R.
-
-    Enough for the baselines that look at loads, not for `moeblaze place`: its model of a step needs R, and a split
-    sequences.
-
-    Parameters
-    ----------
-    path : Path
-        A file of torch.save with `logical_count`, (layers, E) or (steps, layers, E), added up over the steps.
-    layers : sequence of int, optional
-        Only these, in this order: a model's dense layers have no counts.
-    k : int
-        Experts of a token, which the record does not hold: a layer's counts are of k choices a token. With 1, `tokens`
-        of the profile are those choices.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read.
-    ValueError
-        If there is no such array in it, a layer without counts, or one whose counts k does not divide.
-    """
-    record = load_tensors(Path(path))
-    if "logical_count" not in record:
-        raise ValueError(f"{Path(path).name} has no logical_count, as SGLang's records of mode 'stat' have")
-    counts = np.asarray(record["logical_count"]).astype(np.int64)
-    if counts.ndim not in (2, 3):
-        raise ValueError(f"logical_count has shape {counts.shape}, but it must be (layers, E) or (steps, layers, E)")
-    P = counts.reshape(-1, *counts.shape[-2:]).sum(axis=0)  # (layers, E)
-    if layers is not None:
-        P = P[[checks.check_int("layer", layer, 0, len(P) - 1) for layer in layers]]
-    silent = ~P.any(axis=1)
-    if silent.any():
-        raise ValueError(f"layer {checks.first(silent)[0]} has no counts: if it is dense, leave it out by `layers`")
-    choices = P.sum(axis=1)  # (layers,)
-    torn = choices % checks.check_int("k", k, 1, P.shape[1]) != 0
-    if torn.any():
-        (layer,) = checks.first(torn)
-        raise ValueError(f"layer {layer} has {choices[layer]} counts, but with {k} experts a token k must divide them")
-    return Profile(np.ascontiguousarray(P), None, tokens=int(choices.max()) // k)
 
 
 def load_tensors(path: Path) -> dict[str, Any]:

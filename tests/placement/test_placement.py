@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from moeblaze_ref.core import traces
 from moeblaze_ref.placement import (
@@ -179,35 +178,6 @@ def test_traces_are_drawn_as_often_as_was_counted():
         counted_trace(counts, 3, 5)
     with pytest.raises(ValueError, match="is -1, but it must be >= 0"):
         counted_trace(counts - 1, 1, 5)
-
-
-def test_sglangs_records_are_counts_without_transitions(tmp_path):
-    counts = torch.arange(1, 25).reshape(2, 3, 4)  # steps, layers, experts
-    torch.save({"rank": 0, "logical_count": counts}, tmp_path / "record.pt")
-    found = trace.from_sglang(tmp_path / "record.pt")
-    np.testing.assert_array_equal(found.P, counts.sum(0).numpy())
-    assert baselines.greedy(found, 2).layers == 3
-    assert found.tokens == counts.sum(0).sum(1).max()  # choices
-    with pytest.raises(ValueError, match="holds counts alone"):
-        ilp.moetuner(found, cluster(2))
-    even = counts // 2 * 2
-    torch.save({"logical_count": even}, tmp_path / "even.pt")
-    assert trace.from_sglang(tmp_path / "even.pt", k=2).tokens == even.sum(0).sum(1).max() / 2
-    with pytest.raises(ValueError, match="layer 0 has 64 counts, but with 3 experts a token k must divide them"):
-        trace.from_sglang(tmp_path / "even.pt", layers=(0, 1), k=3)
-    with pytest.raises(ValueError, match=r"k is 5, but it must be 1\.\.4"):
-        trace.from_sglang(tmp_path / "even.pt", k=5)
-    counts[:, 0] = 0
-    torch.save({"logical_count": counts}, tmp_path / "dense.pt")
-    with pytest.raises(ValueError, match="layer 0 has no counts"):
-        trace.from_sglang(tmp_path / "dense.pt")
-    assert trace.from_sglang(tmp_path / "dense.pt", layers=range(1, 3)).layers == 2
-    (tmp_path / "text.pt").write_text("no record")
-    with pytest.raises(ValueError, match="no record that torch.load reads"):
-        trace.from_sglang(tmp_path / "text.pt")
-    torch.save({"rank": 0}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="has no logical_count"):
-        trace.from_sglang(tmp_path / "other.pt")
 
 
 # Maps -----------------------------------------------------------------------------------------------------------------
