@@ -6,8 +6,10 @@ whose first step ran then is left out, and the others are timed anew.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +60,32 @@ class Timed:
     problem: str = ""  #: why there is no time
 
 
+def timed_on(
+    gpus: int,
+    preset_names: Sequence[str],
+    layers: Sequence[str],
+    repetitions: int,
+    seconds: float,
+    tokens: int | None = None,
+) -> Iterator[list[Timed]]:
+    """Yield what `timed` finds of each shape, in their order; each of some GPUs has one shape at a time."""
+    free: SimpleQueue[int] = SimpleQueue()
+    for gpu in range(gpus):
+        free.put(gpu)
+
+    def of_shape(name: str) -> list[Timed]:
+        gpu = free.get()
+        try:
+            return timed(name, layers, repetitions, seconds, tokens, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(gpus) as pool:
+        yield from pool.map(of_shape, preset_names)
+
+
 def timed(
-    preset_name: str, layers: Sequence[str], repetitions: int, seconds: float, tokens: int | None = None
+    preset_name: str, layers: Sequence[str], repetitions: int, seconds: float, tokens: int | None = None, gpu: int = 0
 ) -> list[Timed]:
     """Time layers on a shape, in processes of their own.
 
@@ -75,6 +101,8 @@ def timed(
         Until a process is ended.
     tokens : int, optional
         In place of the preset's.
+    gpu : int
+        Its number.
 
     Returns
     -------
@@ -85,7 +113,7 @@ def timed(
     while left := [name for name in layers if name not in found]:
         first_step_of = left[0]
         try:
-            for event in isolated(measured, preset_name, left, repetitions, tokens, seconds=seconds):
+            for event in isolated(measured, preset_name, left, repetitions, tokens, gpu, seconds=seconds):
                 if isinstance(event, Timed):
                     found[event.layer] = event
                 else:
@@ -96,9 +124,10 @@ def timed(
 
 
 def measured(
-    preset_name: str, layers: Sequence[str], repetitions: int, tokens: int | None = None
+    preset_name: str, layers: Sequence[str], repetitions: int, tokens: int | None = None, gpu: int = 0
 ) -> Iterator[str | Timed]:
     """Yield the name of each layer before its first step, then what was measured."""
+    torch.cuda.set_device(gpu)
     config = preset(preset_name).config
     config = config if tokens is None else config.replace(L=tokens)
     yield from _measured(preset_name, config, layers, repetitions, Gpu())

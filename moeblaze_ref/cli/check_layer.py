@@ -37,6 +37,8 @@ class Row(NamedTuple):
     closest: str = ""
     account_bytes: int | None = None
     refused: bool = False  #: nothing was checked, since something given is not as it must be
+    step_ms: float | None = None  #: of a step of ``bench.layer_times.SIZES``, as ``LayerTimes`` says
+    plain_ms: float | None = None
 
 
 def check_layers(
@@ -58,7 +60,9 @@ def check_layers(
         chosen = each(names, device)
         if record:
             provenance.check_place(record, COMMAND, force)
-    jobs = [functools.partial(rows_of, name, dtypes, device, seeds, seconds, large) for name in chosen]
+    jobs = [
+        functools.partial(rows_of, name, dtypes, device, seeds, seconds, large, device == "cuda") for name in chosen
+    ]
     rows: list[Row] = progress.run_with_bar("checking layers", jobs)
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=2))
@@ -80,10 +84,15 @@ def _status(rows: Iterable[Row]) -> int:
     return 2 if failed else 0
 
 
-def check_device(device: str) -> None:
-    """Raise ValueError if the machine has no such device."""
-    if checks.check_name("device", device, DEVICES) == "cuda" and cuda_device_count() == 0:
+def check_device(device: str, gpus: int = 1) -> None:
+    """Raise ValueError if the machine has no such device, or fewer than so many GPUs."""
+    if checks.check_name("device", device, DEVICES) != "cuda":
+        return
+    there = cuda_device_count()
+    if there == 0:
         raise ValueError("device is cuda, but this machine has no CUDA device")
+    if there < gpus:
+        raise ValueError(f"gpus is {gpus}, but it must be at most {there}, the GPUs of this machine")
 
 
 def each(names: Iterable[str], device: str) -> list[str]:
@@ -99,11 +108,12 @@ def each(names: Iterable[str], device: str) -> list[str]:
     return chosen
 
 
-def verdicts(name: str, dtypes: list[str], device: str, seeds: int, large: bool) -> Iterator[Any]:
-    """Yield the verdict on a layer in each dtype, and its bytes; runs in the process of the layer."""
+def verdicts(name: str, dtypes: list[str], device: str, seeds: int, large: bool, timed: bool) -> Iterator[Any]:
+    """Yield the verdict on a layer in each dtype, its bytes and its times; runs in the process of the layer."""
     import torch
 
     from moeblaze_ref.bench.layer_bytes import bytes_of
+    from moeblaze_ref.bench.layer_times import times_of
     from moeblaze_ref.verify.layers import adapters
     from moeblaze_ref.verify.layers.check import check_layer
 
@@ -111,16 +121,21 @@ def verdicts(name: str, dtypes: list[str], device: str, seeds: int, large: bool)
     chosen = [getattr(torch, dtype) for dtype in dtypes] or None
     factory = adapters.named(name)
     for verdict in check_layer(factory, chosen, device, seeds, large):
-        yield verdict, bytes_of(factory, getattr(torch, verdict.dtype), device)
+        dtype = getattr(torch, verdict.dtype)
+        times = times_of(factory, dtype) if timed and verdict.ok else None
+        yield verdict, bytes_of(factory, dtype, device), times
 
 
-def rows_of(name: str, dtypes: list[str], device: str, seeds: int, seconds: int, large: bool = False) -> Iterator[Row]:
-    """Yield a row for each verdict; if the process ends early, one that says how."""
+def rows_of(
+    name: str, dtypes: list[str], device: str, seeds: int, seconds: int, large: bool = False, timed: bool = False
+) -> Iterator[Row]:
+    """Yield a row for each verdict; if the process ends early, one that says how. Right layers may be timed, too."""
     from moeblaze_ref.verify.layers.isolated import isolated
 
     try:
-        for verdict, used in isolated(verdicts, name, dtypes, device, seeds, large, seconds=seconds):
-            yield _row_of(name, verdict, used or ())
+        for verdict, used, times in isolated(verdicts, name, dtypes, device, seeds, large, timed, seconds=seconds):
+            row = _row_of(name, verdict, used or ())
+            yield row._replace(**times._asdict()) if times else row
     except TimeoutError:
         yield _failed(name, f"there is no verdict after {seconds} seconds: --timeout sets another limit")
     except ChildProcessError as error:
@@ -163,6 +178,8 @@ def show(rows: list[Row]) -> None:
     stdout().print(table)
     if measured := [row for row in rows if row.kept_bytes is not None]:
         stdout().print(_bytes_table(measured))
+    if timed := [row for row in rows if row.step_ms is not None]:
+        stdout().print(_times_table(timed))
     for row in rows:
         if row.not_supported:
             print_text(f"{row.layer}, {row.dtype}: not supported: {', '.join(row.not_supported)}")
@@ -184,6 +201,18 @@ def _bytes_table(rows: Iterable[Row]) -> Table:
             "" if size is None else f"{size / KIB:,.1f}" for size in (row.kept_bytes, row.peak_bytes, row.account_bytes)
         ]
         table.add_row(row.layer, row.dtype, *sizes, row.closest)
+    return table
+
+
+def _times_table(rows: Iterable[Row]) -> Table:
+    """How long a step takes, beside plain torch."""
+    from moeblaze_ref.bench.layer_times import SIZES
+
+    table = Table(box=None, padding=(0, 2, 0, 0), title=f"milliseconds of a step, {SIZES}", title_justify="left")
+    for heading in ("layer", "dtype", "step ms", "plain torch ms"):
+        table.add_column(heading, justify="right" if "ms" in heading else "left", no_wrap=heading == "layer")
+    for row in rows:
+        table.add_row(row.layer, row.dtype, *(f"{time:.3f}" for time in (row.step_ms, row.plain_ms)))
     return table
 
 

@@ -45,6 +45,7 @@ def league(
         int, typer.Option(help="Seconds until it stops a check, or the timing of a shape.", min=1, max=MOST_SECONDS)
     ] = 600,
     jobs: Annotated[int, typer.Option(help="Checks that run at a time.", min=1)] = 4,
+    gpus: Annotated[int, typer.Option(help="GPUs that time shapes, each one at a time.", min=1)] = 1,
     large: Annotated[bool, typer.Option("--large", help="Also check sizes past 2**31 elements.")] = False,
     record: Annotated[Path | None, to_file("--record", help="Also write a record here.")] = None,
     force: Force = False,
@@ -59,14 +60,14 @@ def league(
             checks.check_int("tokens", tokens, at_least=1)
         names = check_layer.each(layer or rules.LAYERS, DEVICE)
         _check_place(record, force)
-        check_layer.check_device(DEVICE)
+        check_layer.check_device(DEVICE, gpus)
     verdicts = _verdicts(names, seeds, timeout, jobs, large)
     able = [name for name in names if any(row.layer == name and row.dtype for row in verdicts)]
     content: dict[str, Any] = {"checks": [row._asdict() for row in verdicts], "tokens": tokens, "times": []}
     with user_errors():
         _save(record, content, force)
-        for shape in shapes:
-            content["times"] += rules.as_rows(rules.timed(shape, able, repetitions, timeout, tokens))
+        for found in rules.timed_on(gpus, shapes, able, repetitions, timeout, tokens):
+            content["times"] += rules.as_rows(found)
             _save(record, content, force)
     _print(verdicts, content, as_json)
     if not able:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 
 import pytest
 import torch
@@ -72,7 +73,13 @@ def test_every_layer_has_the_results_of_the_same_numbers(name):
             assert (found[role] - tensor).norm() < 1e-5 * tensor.norm(), role
 
 
-def ends_at_b(preset, layers, repetitions, tokens):
+@pytest.mark.parametrize(("h", "block"), [(24, 8), (256, 128)])
+def test_a_block_sparse_layer_has_whole_blocks_where_its_experts_do(h, block):
+    made = adapters.named("moeblaze_ref/megablocks")(d=16, h=h, E=2, k=1, dtype=torch.float32, device="cpu")
+    assert made.module.layer.block == block
+
+
+def ends_at_b(preset, layers, repetitions, tokens, gpu):
     for name in layers:
         yield name
         if name == "b":
@@ -88,6 +95,22 @@ def test_a_process_that_ends_costs_the_layer_that_ran_its_first_step(monkeypatch
     assert b.problem == "its process ended, killed by SIGABRT" and not b.step_ms
 
 
+def test_each_gpu_times_one_shape_at_a_time(monkeypatch):
+    used, both = set(), threading.Barrier(2)
+
+    def timed(shape, layers, repetitions, seconds, tokens, gpu):
+        assert gpu not in used
+        used.add(gpu)
+        both.wait(60)  # until the other GPU has a shape, too
+        used.remove(gpu)
+        return [league.Timed(name, shape, (gpu, gpu)) for name in layers]
+
+    monkeypatch.setattr(league, "timed", timed)
+    rows = list(league.timed_on(2, ("conf1", "conf2", "conf3", "conf4"), ("a",), 3, 60.0))
+    assert [row.preset for (row,) in rows] == ["conf1", "conf2", "conf3", "conf4"]
+    assert {row.step_ms[0] for (row,) in rows} == {0, 1}
+
+
 BAD_INPUT = {
     "--preset conf9": "unknown preset 'conf9'. Did you mean 'conf7'?",
     "--layer torch/expert": "unknown layer 'torch/expert'. Did you mean 'torch/experts'?",
@@ -96,6 +119,7 @@ BAD_INPUT = {
     "--tokens 0": "tokens is 0, but it must be >= 1",
     "--timeout 0": "Invalid value for '--timeout'",
     "--seeds 0": "Invalid value for '--seeds'",
+    "--gpus 0": "Invalid value for '--gpus'",
 }
 
 
@@ -112,8 +136,15 @@ def test_without_a_gpu_it_says_so_before_any_check(monkeypatch):
     assert found.exit_code == 2 and found.output == "error: device is cuda, but this machine has no CUDA device\n"
 
 
+def test_it_takes_no_more_gpus_than_there_are(monkeypatch):
+    monkeypatch.setattr(check_layer, "cuda_device_count", lambda: 2)
+    found = CliRunner().invoke(app, ["league", "--gpus", "3"])
+    assert found.exit_code == 2
+    assert found.output == "error: gpus is 3, but it must be at most 2, the GPUs of this machine\n"
+
+
 def test_a_league_of_layers_that_cannot_be_checked_fails(monkeypatch):
-    monkeypatch.setattr(check_layer, "check_device", lambda device: None)
+    monkeypatch.setattr(check_layer, "check_device", lambda *_: None)
     monkeypatch.setattr(check_layer, "rows_of", lambda name, *_: [check_layer._failed(name, "it is missing")])
     found = CliRunner().invoke(app, ["league", "--layer", "liger/experts", "--preset", "conf1"])
     assert found.exit_code == 2 and "error: liger/experts: it is missing" in found.output
@@ -128,7 +159,7 @@ def test_a_run_that_is_ended_leaves_the_shapes_that_it_finished(monkeypatch, tmp
             raise KeyboardInterrupt
         return [league.Timed(name, shape, (1.0, 2.0), 3, 4) for name in layers]
 
-    monkeypatch.setattr(check_layer, "check_device", lambda device: None)
+    monkeypatch.setattr(check_layer, "check_device", lambda *_: None)
     monkeypatch.setattr(check_layer, "rows_of", verdict)
     monkeypatch.setattr(league, "timed", timed)
     path = tmp_path / "league.json"

@@ -7,8 +7,10 @@ import torch
 from test_cli import moeblaze
 
 from moeblaze_ref.bench.layer_bytes import bytes_of
+from moeblaze_ref.bench.layer_times import LayerTimes
 from moeblaze_ref.cli import check_layer
 from moeblaze_ref.cli.shared import print_error
+from moeblaze_ref.verify.layers import isolated
 from moeblaze_ref.verify.layers.adapters import plain
 
 LAYERS = """
@@ -92,6 +94,23 @@ def test_a_right_layer_and_its_record(here):
     used = bytes_of(plain.experts, torch.float32, "cpu")
     assert (row["kept_bytes"], row["peak_bytes"], row["account_bytes"]) == (used.kept, None, used.account)
     assert row["closest"] == used.closest and f"{used.kept / 1024:,.1f}" in done.output
+
+
+def test_times_of_a_gpu_are_shown_beside_plain_torch(monkeypatch, capsys):
+    def there(work, *arguments, seconds):
+        *_, timed = arguments
+        yield from (
+            (one, used, LayerTimes(1.25, 2.5) if timed else None) for one, used, _ in work(*arguments[:-1], False)
+        )
+
+    monkeypatch.setattr(isolated, "isolated", there)
+    timed, untimed = (
+        [*check_layer.rows_of("torch/experts", ["float32"], "cpu", 1, 60, timed=timed)] for timed in (True, False)
+    )
+    assert [(row.step_ms, row.plain_ms) for row in timed + untimed] == [(1.25, 2.5), (None, None)]
+    check_layer.show(timed)
+    last = capsys.readouterr().out.splitlines()[-1].split()
+    assert last == ["torch/experts", "float32", "1.250", "2.500"]
 
 
 def test_what_a_layer_refuses_is_said(here):

@@ -1,11 +1,13 @@
 """Layers checked on a GPU: CUDA graphs, compiled code, and a layer that bakes its routing into a graph."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from moeblaze_ref.bench.layer_bytes import bytes_of
+from moeblaze_ref.bench.layer_times import times_of
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.verify.layers import ways
 from moeblaze_ref.verify.layers.adapters import factories, plain
@@ -34,6 +36,17 @@ def test_a_right_layer_is_called_right(name):
 def test_a_step_allocates_more_than_it_keeps():
     found = bytes_of(FACTORIES["moeblaze_ref/minimal"], torch.bfloat16, "cuda")
     assert found.kept == found.account < found.peak
+
+
+def test_a_step_is_timed_beside_plain_torch():
+    found = times_of(FACTORIES["moeblaze_ref/minimal"], torch.bfloat16)
+    assert 0 < found.step_ms < found.plain_ms
+    odd = partial(_with_multiple, 48)
+    assert times_of(odd, torch.bfloat16) is None
+
+
+def _with_multiple(multiple, **sizes):
+    return replace(FACTORIES["moeblaze_ref/minimal"](**sizes), multiple=multiple)
 
 
 class Baked(PlainExperts):

@@ -10,7 +10,7 @@ from mutants import MUTANTS
 from torch.nn.functional import gelu
 
 from moeblaze_ref.verify.layers import cases, diagnosis, large, reference, ways
-from moeblaze_ref.verify.layers.adapter import Adapter, load, make
+from moeblaze_ref.verify.layers.adapter import Adapter, leaves, load, make
 from moeblaze_ref.verify.layers.adapters import factories, grouped, plain
 from moeblaze_ref.verify.layers.adapters.plain import PlainExperts
 from moeblaze_ref.verify.layers.check import PROBE, UNKNOWN, _Check, check_layer
@@ -491,6 +491,25 @@ def test_a_layer_that_refuses_torch_compile(compiles):
     assert verdict.not_supported == (() if compiles else ("torch.compile",))
 
 
+def test_a_layer_that_torch_compiles_anew_for_each_size_and_choice_of_gradients():
+    """As those in plain torch do on a GPU: each is compiled whole, or raises an error."""
+
+    def dense(gate_up, down, x, topk_index, topk_weights):
+        gate, up = torch.einsum("ld,ehd->elh", x, gate_up).chunk(2, -1)
+        y = torch.einsum("elh,edh->led", torch.nn.functional.silu(gate) * up, down)
+        of_experts = torch.zeros_like(y[..., 0]).scatter(1, topk_index, topk_weights.to(y.dtype))
+        return torch.einsum("le,led->ld", of_experts, y)
+
+    def factory(*, d, h, E, k, dtype, device):
+        weights = leaves(dtype, device, gate_up=(E, 2 * h, d), down=(E, d, h))
+        layouts = {"gate_up": "gate_up: E 2h d", "down": "down: E d h"}
+        compiled = torch.compile(dense, backend="eager", fullgraph=True, dynamic=False)
+        return Adapter(partial(compiled, *weights.values()), layouts, tensors=weights, compiles=False)
+
+    verdict = verdict_on(factory)
+    assert verdict.ok, verdict
+
+
 class RefusingAutocast(PlainExperts):
     def forward(self, x, topk_index, topk_weights):
         if torch.is_autocast_enabled("cpu"):
@@ -505,6 +524,30 @@ def test_a_layer_that_refuses_autocast(autocasts):
     assert {finding.way for finding in verdict.findings if not finding.ok} == ({"autocast"} if autocasts else set())
     assert verdict.not_supported == (() if autocasts else ("autocast",))
     assert {finding.way for finding in verdict.findings} >= ways.WAYS.keys() - {"autocast", ways.GRAPH}
+
+
+class RefusingStrides(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        if x.stride(1) != 1:
+            raise RuntimeError("columns are not neighbours")
+        return super().forward(x, topk_index, topk_weights)
+
+
+@pytest.mark.parametrize("strides", [True, False])
+def test_a_layer_that_refuses_columns_which_are_not_neighbours(strides):
+    verdict = verdict_on(lambda **sizes: replace(plain.experts(**sizes, kind=RefusingStrides), strides=strides))
+    refused = ("a strided x", "a transposed x")
+    assert verdict.ok is not strides
+    assert {finding.way for finding in verdict.findings if not finding.ok} == (set(refused) if strides else set())
+    assert verdict.not_supported == (() if strides else refused)
+
+
+@pytest.mark.parametrize(("multiple", "widths"), [(1, (24, 40)), (8, (24, 40)), (16, (48, 80)), (32, (96, 160))])
+def test_widths_are_the_least_that_a_layer_takes(multiple, widths):
+    sizes = cases.widened(cases.PATTERNS[0].sizes, multiple)
+    assert (sizes.d, sizes.h) == widths
+    prime = cases.widened(next(one for one in cases.PATTERNS if one.name == "prime sizes").sizes, multiple)
+    assert (prime.d, prime.h) == (29 * multiple, 31 * multiple)
 
 
 def test_a_dtype_that_the_layer_does_not_take():

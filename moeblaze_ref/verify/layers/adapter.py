@@ -82,8 +82,9 @@ class Adapter:
         What the layer computes in.
     deterministic : bool
         The layer claims the same bits in each run; otherwise differences are reported and are no fault.
-    compiles, autocasts : bool
-        The layer runs under ``torch.compile``, and under ``torch.autocast``; False of one that refuses.
+    compiles, autocasts, strides : bool
+        The layer runs under ``torch.compile``, under ``torch.autocast``, and on an x whose columns are not neighbours
+        in memory; False of one that refuses.
     graphs : bool
         The layer claims that a CUDA graph can hold its step; otherwise it is reported whether one can.
     """
@@ -103,6 +104,7 @@ class Adapter:
     deterministic: bool = False
     compiles: bool = True
     autocasts: bool = True
+    strides: bool = True
     graphs: bool = False
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ the pattern. Tokens whose choice a rounding error could change are drawn again, 
 choice.
 """
 
+import math
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -101,12 +102,8 @@ def patterns_for(adapter: Adapter) -> list[Pattern]:
 
 
 def widened(sizes: Sizes, multiple: int) -> Sizes:
-    """The same sizes, with widths that are odd multiples of what the layer needs where they were odd."""
-
-    def width(size: int) -> int:
-        return size if size % multiple == 0 else size * multiple
-
-    return sizes._replace(d=width(sizes.d), h=width(sizes.h))
+    """The same sizes, with widths that are the least multiples of what they were and of what the layer needs."""
+    return sizes._replace(d=math.lcm(sizes.d, multiple), h=math.lcm(sizes.h, multiple))
 
 
 def make(

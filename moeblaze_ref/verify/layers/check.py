@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch._dynamo
 
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.verify.layers import adapter as adapters
@@ -22,6 +23,8 @@ from moeblaze_ref.verify.layers.ways import Found, Way
 
 PROBE = Sizes(8, 128, 128, 8, 2)  # with which a factory is called to learn what it makes
 UNKNOWN = "class unknown"
+# Of one function in a check: its cases have other sizes, and want other gradients. Torch allows eight.
+COMPILATIONS = 256
 
 
 class Finding(NamedTuple):
@@ -130,7 +133,9 @@ def check_layer(
     if refused := set(chosen) - set(adapter.dtypes):
         raise ValueError(f"the layer computes in {either(adapter.dtypes)}, not in {either(refused)}")
     for dtype in chosen:
-        yield _Check(factory, adapter, dtype, device).verdict(seeds, large)
+        with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+            verdict = _Check(factory, adapter, dtype, device).verdict(seeds, large)
+        yield verdict
 
 
 class _Check(NamedTuple):

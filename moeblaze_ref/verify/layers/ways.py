@@ -28,6 +28,7 @@ class Found(NamedTuple):
 
 
 AUTOCAST, COMPILE, GRAPH = "autocast", "torch.compile", "a replayed CUDA graph"
+STRIDED, TRANSPOSED = "a strided x", "a transposed x"
 Way = Callable[[CheckedLayer, Pattern, int], Iterator[Found]]
 
 
@@ -280,7 +281,12 @@ def _on_a_side_stream(work: Callable[[], object]) -> None:
 
 def refused(adapter: Adapter) -> tuple[str, ...]:
     """Return the ways that a layer refuses, as its adapter says."""
-    takes = {AUTOCAST: adapter.autocasts, COMPILE: adapter.compiles}
+    takes = {
+        AUTOCAST: adapter.autocasts,
+        COMPILE: adapter.compiles,
+        STRIDED: adapter.strides,
+        TRANSPOSED: adapter.strides,
+    }
     return tuple(way for way, taken in takes.items() if not taken)
 
 
@@ -296,8 +302,8 @@ WAYS: dict[str, Way] = {
     "no gradients wanted": without_gradients,
     "a step after inference": after_inference,
     "frozen weights or inputs": frozen,
-    "a strided x": strided,
-    "a transposed x": transposed,
+    STRIDED: strided,
+    TRANSPOSED: transposed,
     "equal tokens": equal_tokens,
     "an expanded x": expanded,
     "memory full of NaN": poisoned,

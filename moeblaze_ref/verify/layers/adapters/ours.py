@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK as WHOLE_BLOCK
 from moeblaze_ref.core.config import CLAMPED_SWIGLU, POLICIES
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.nn.systems import SYSTEMS, run, system
@@ -28,7 +29,7 @@ class _Output(nn.Module):
 
 
 PLAIN = ("oracle", "sequential", "dynamic_capacity")  #: systems in plain torch, for any widths
-BLOCK = 8  #: of the block-sparse layers, for small experts
+BLOCK = 8  #: of the block-sparse layers where experts are smaller than a block
 
 
 def of_system(name: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, **options: Any) -> Adapter:
@@ -37,6 +38,12 @@ def of_system(name: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, 
     multiple = 1 if name in PLAIN else BLOCK
     router = Router(renormalize=True)
     return Adapter(_Output(made), LAYOUTS, router, multiple=multiple, deterministic=True)
+
+
+def block_sparse(name: str, *, h: int, **sizes: Any) -> Adapter:
+    """Return one of MegaBlocks' systems, with blocks that divide the experts."""
+    block = WHOLE_BLOCK if h % WHOLE_BLOCK == 0 else BLOCK
+    return of_system(name, h=h, block=block, **sizes)
 
 
 LAYOUTS_OF_EXPERTS = {
@@ -68,7 +75,7 @@ def factories() -> dict[str, Factory]:
     found: dict[str, Factory] = {f"moeblaze_ref/{name}": partial(of_system, name) for name in PLAIN}
     for name in SYSTEMS:
         if name.startswith("megablocks"):
-            found[f"moeblaze_ref/{name}"] = partial(of_system, name, block=BLOCK)
+            found[f"moeblaze_ref/{name}"] = partial(block_sparse, name)
     for layout in LAYOUTS_OF_EXPERTS:
         found[f"moeblaze_ref/experts/{layout}"] = partial(experts, layout)
         found[f"moeblaze_ref/experts/{layout} with biases"] = partial(biased_experts, layout)

@@ -34,8 +34,17 @@ def moe(*, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, acti
 
     up = "gate_up: E h2 d" if gated else "up: E h d"
     layouts = {"router": "router: E d", "gate_up": up, "down": "down: E d h"}
-    dtypes = (torch.bfloat16, torch.float16)
-    return Adapter(run, layouts, Router(), activation, weights, multiple=ALIGNED, dtypes=dtypes, compiles=False)
+    return Adapter(
+        run,
+        layouts,
+        Router(),
+        activation,
+        weights,
+        multiple=ALIGNED,
+        dtypes=(torch.bfloat16, torch.float16),
+        compiles=False,
+        strides=False,
+    )
 
 
 class _Recorded:
