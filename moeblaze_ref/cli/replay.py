@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moeblaze_ref.cli.shared import AsJson, Force, each_name, print_plots, show, to_file, user_errors
-from moeblaze_ref.core import figures, progress, provenance, records, source_hashes
+from moeblaze_ref.core import progress, provenance, records, source_hashes
 from moeblaze_ref.core.checks import MAX_EXPERTS
 
 MOST_WIDTH = 2**20
@@ -52,7 +52,7 @@ def replay(
 
     Whatever is repeatable may also be one list with commas.
     """
-    from moeblaze_ref.core import traces
+    from moeblaze_ref.core import figures, traces
     from moeblaze_ref.placement import over_time, time_tables
     from moeblaze_ref.placement.replay import RULE, Stream
 
@@ -113,7 +113,7 @@ def shift(
             provenance.check_place(record, "shift", force)
         found = progress.run_with_bar("fitting", work)
         rows = [asdict(row) for row in over_time.losses(found)]
-        caption = f"Medians over {seeds} splits. Lost: beside the map that was fitted to what it is judged on."
+        caption = f"Medians over {seeds} splits. Lost: beside the map that was fitted to what it is evaluated on."
         show(as_json, rows, functools.partial(time_tables.table, time_tables.SHIFT, rows, caption))
         if record:
             content = _asked(trace, routed, gpus, topology, d, h) | {

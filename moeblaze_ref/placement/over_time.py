@@ -1,4 +1,4 @@
-"""Experiments over time: maps judged on other traffic than they were fitted to, and streams with new maps on the way.
+"""Experiments over time: maps evaluated on other traffic than they were fitted to, and streams with new maps on the way.
 
 `shift_jobs` fits each method to traffic of one kind and evaluates it on traffic of every kind. `stream_jobs` replays a
 trace under each method, with a new map after some tokens or never.
@@ -54,7 +54,7 @@ def changes(trace: RoutingTrace) -> list[tuple[int, str]]:
     return [(first, str(kind[first])) for first in begins]
 
 
-# Fitted on one kind, judged on another --------------------------------------------------------------------------------
+# Fitted on one kind, evaluated on another --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Shift(Traffic):
 
     method: str
     fitted: str  #: the kind that it was fitted to
-    judged: str  #: the kind that it was evaluated on
+    evaluated: str  #: the kind that it was evaluated on
     seed: int  #: of the split of the sequences
 
 
@@ -90,7 +90,7 @@ class ShiftJob:
                 **vars(observe(self._of(held_out, kind), placement, self.costs, of=STEP_TOKENS)),
                 method=self.method,
                 fitted=self.fitted,
-                judged=kind,
+                evaluated=kind,
                 seed=self.seed,
             )
             for kind in self.kinds
@@ -142,8 +142,8 @@ class Loss(Traffic):
 
     method: str
     fitted: str
-    judged: str
-    lost_load: float  #: median over seeds of the load above that of the map fitted to the judged kind
+    evaluated: str
+    lost_load: float  #: median over seeds of the load above that of the map fitted to the evaluated kind
     lost_gpus: float  #: the same of D
     lost_nodes: float  #: the same of N
     lost_share: float  #: the same of the step's time, as a share
@@ -151,16 +151,16 @@ class Loss(Traffic):
 
 def losses(rows: Sequence[Shift]) -> list[Loss]:
     """A row for each method and pair of kinds, those of the same kind too, in the order of the rows."""
-    of = {(row.method, row.fitted, row.judged, row.seed): row for row in rows}
+    of = {(row.method, row.fitted, row.evaluated, row.seed): row for row in rows}
     seeds = sorted({seed for *_, seed in of})
     return [
-        _loss([(of[method, fitted, judged, seed], of[method, judged, judged, seed]) for seed in seeds])
-        for method, fitted, judged in dict.fromkeys(key[:3] for key in of)
+        _loss([(of[method, fitted, evaluated, seed], of[method, evaluated, evaluated, seed]) for seed in seeds])
+        for method, fitted, evaluated in dict.fromkeys(key[:3] for key in of)
     ]
 
 
 def _loss(pairs: list[tuple[Shift, Shift]]) -> Loss:
-    """Medians over pairs of a row and the row of the same seed that was fitted to the judged kind."""
+    """Medians over pairs of a row and the row of the same seed that was fitted to the evaluated kind."""
 
     def middle(value: Callable[[Shift, Shift], float]) -> float:
         return statistics.median(value(here, same) for here, same in pairs)
@@ -173,7 +173,7 @@ def _loss(pairs: list[tuple[Shift, Shift]]) -> Loss:
         ms=middle(lambda here, _: here.ms),
         method=here.method,
         fitted=here.fitted,
-        judged=here.judged,
+        evaluated=here.evaluated,
         lost_load=middle(lambda here, same: here.load - same.load),
         lost_gpus=middle(lambda here, same: here.distinct_gpus - same.distinct_gpus),
         lost_nodes=middle(lambda here, same: here.distinct_nodes - same.distinct_nodes),

@@ -38,9 +38,9 @@ def _stream(name: str, path: Path) -> str:
 
 
 def _shift(path: Path) -> str:
-    """The pairs of different kinds, each beside the map that was fitted to what it is judged on."""
+    """The pairs of different kinds, each beside the map that was fitted to what it is evaluated on."""
     lost = records.read(path, (*ORIGIN, "losses"))["losses"]
-    shifted = [row for row in lost if row["fitted"] != row["judged"]]
+    shifted = [row for row in lost if row["fitted"] != row["evaluated"]]
     return time_tables.markdown(time_tables.SHIFT, shifted)
 
 

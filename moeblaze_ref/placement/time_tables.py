@@ -33,7 +33,7 @@ STREAM: Columns = {
 SHIFT: Columns = {
     "method": lambda row: row["method"],
     "fitted to": lambda row: row["fitted"],
-    "judged on": lambda row: row["judged"],
+    "evaluated on": lambda row: row["evaluated"],
     "load": lambda row: f"{row['load']:.3f}",
     "lost load": lambda row: f"{row['lost_load']:+.3f}",
     "D": lambda row: f"{row['distinct_gpus']:.3f}",
@@ -43,7 +43,7 @@ SHIFT: Columns = {
     "step ms": lambda row: f"{row['ms']:.3f}",
     "lost time": lambda row: f"{row['lost_share']:+.2%}",
 }
-WORDS = ("method", "new map after", "dispatch", "fitted to", "judged on")
+WORDS = ("method", "new map after", "dispatch", "fitted to", "evaluated on")
 
 
 def after(every: int | None) -> str:
