@@ -1,4 +1,4 @@
-"""Experiments over time: maps evaluated on other traffic than they were fitted to, and streams with new maps on the way.
+"""Experiments over time: maps evaluated on other traffic than they were fitted to, and streams with new maps.
 
 `shift_jobs` fits each method to traffic of one kind and evaluates it on traffic of every kind. `stream_jobs` replays a
 trace under each method, with a new map after some tokens or never.
@@ -54,7 +54,7 @@ def changes(trace: RoutingTrace) -> list[tuple[int, str]]:
     return [(first, str(kind[first])) for first in begins]
 
 
-# Fitted on one kind, evaluated on another --------------------------------------------------------------------------------
+# Fitted on one kind, evaluated on another -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

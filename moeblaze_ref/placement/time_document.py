@@ -33,15 +33,16 @@ def block(name: str, path: Path) -> str:
 def _stream(name: str, path: Path) -> str:
     found = records.read(path, (*ORIGIN, "streams"))
     shown = f"![{PICTURED}](images/{documents.picture_of(path).name})" if name in DRAWN else ""
-    said = time_tables.pays(found["streams"])
-    return "\n\n".join(filter(None, [time_tables.markdown(time_tables.STREAM, found["streams"]), said, shown]))
+    rows = found["streams"]
+    parts = [time_tables.markdown(time_tables.STREAM, rows), time_tables.pays(rows), time_tables.gains(rows), shown]
+    return "\n\n".join(filter(None, parts))
 
 
 def _shift(path: Path) -> str:
     """The pairs of different kinds, each beside the map that was fitted to what it is evaluated on."""
     lost = records.read(path, (*ORIGIN, "losses"))["losses"]
     shifted = [row for row in lost if row["fitted"] != row["evaluated"]]
-    return time_tables.markdown(time_tables.SHIFT, shifted)
+    return f"{time_tables.markdown(time_tables.SHIFT, shifted)}\n\n{time_tables.largest_loss(shifted)}"
 
 
 def draw() -> None:

@@ -97,6 +97,26 @@ def pays(rows: Sequence[Found]) -> str:
     )
 
 
+def gains(rows: Sequence[Found]) -> str:
+    """Say how much load each dispatch adds to even shares or takes from them: a sentence a method."""
+    said = []
+    for even in (row for row in rows if row["dispatch"] == "even" and row["every"] is None):
+        others = [row for row in rows if row["method"] == even["method"] and row["every"] is None and row is not even]
+        changes = [f"{row['load'] - even['load']:+.3f} under `{row['dispatch']}`" for row in others]
+        if changes:
+            said.append(f"Load of `{even['method']}` beside even shares: {', '.join(changes)}.")
+    return " ".join(said)
+
+
+def largest_loss(rows: Sequence[Found]) -> str:
+    """Name the shift that loses the most time: one sentence."""
+    worst = max(rows, key=lambda row: row["lost_share"])
+    return (
+        f"The largest loss is of `{worst['method']}`, fitted to {worst['fitted']} and evaluated on "
+        f"{worst['evaluated']}: {worst['lost_load']:+.3f} load and {worst['lost_share']:+.2%} time."
+    )
+
+
 def load_by_batch(found: Found) -> Figure:
     """The load of each batch of a record of `moeblaze replay`: a panel a method, a line for each time between maps.
 

@@ -505,6 +505,7 @@ COLLISIONS = {
     "place: a picture": (PLACE, of_place, ("--out", "plots/load_by_gpu.png"), ("--plots", "plots")),
     "place: the pictures' folder": (PLACE, of_place, ("--record", "plots"), ("--plots", "plots")),
     "place: a pipe": (PLACE, of_place, ("--out", "pipe"), ("--record", "pipe")),
+    "replay: a picture": (REPLAY, of_a_stream, ("--record", "plots/load_by_batch.png"), ("--plots", "plots")),
     "evidence: a log": (EVIDENCE_OF_CURVES, of_evidence, ("--record", "runs/moeblaze/log.jsonl"), ("--out", "runs")),
     "evidence: the runs' folder": (EVIDENCE_OF_CURVES, of_evidence, ("--record", "runs"), ("--out", "runs")),
     "paper: a picture": (PAPER, of_paper, ("--record", "plots/moeblaze-fig4_H100.png"), ("--plots", "plots")),

@@ -369,6 +369,26 @@ def test_empty_columns_are_left_out():
     )
 
 
+def test_dispatches_stand_beside_even_shares_of_the_same_method():
+    def row(method, dispatch, load, every=None):
+        return {"method": method, "dispatch": dispatch, "load": load, "every": every}
+
+    rows = [row("a", "even", 1.5), row("a", "rule", 1.75), row("a", "balanced", 1.25), row("a", "even", 9, every=8)]
+    said = time_tables.gains([*rows, row("b", None, 1.0)])
+    assert said == "Load of `a` beside even shares: +0.250 under `rule`, -0.250 under `balanced`."
+    assert time_tables.gains([row("b", None, 1.0), row("c", "even", 1.0)]) == ""
+
+
+def test_the_largest_loss_is_named():
+    rows = [
+        {"method": name, "fitted": "a", "evaluated": "b", "lost_load": load, "lost_share": share}
+        for name, load, share in (("x", 0.5, 0.01), ("y", 0.25, 0.02))
+    ]
+    assert time_tables.largest_loss(rows) == (
+        "The largest loss is of `y`, fitted to a and evaluated on b: +0.250 load and +2.00% time."
+    )
+
+
 def test_the_page_is_what_the_records_give():
     text = (DOCS / "placement_over_time.md").read_text()
     assert unmarked(documents.fill(text, time_document.blocks())) == unmarked(text)
