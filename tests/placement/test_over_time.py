@@ -407,3 +407,28 @@ def test_a_record_is_of_its_trials(name):
         again = over_time.losses([over_time.Shift(**row) for row in found["trials"]])
         assert [vars(row) for row in again] == found["losses"]
         assert found["seeds"] == len({row["seed"] for row in found["trials"]}) == 3
+
+
+def streams(name):
+    """The rows of a record by method, time between maps and dispatch."""
+    rows = records.read(time_document.RECORDS[name], ())["streams"]
+    return {(row["method"], row["every"], row["dispatch"]): row for row in rows}
+
+
+@pytest.mark.parametrize("name", time_document.DRAWN)
+def test_new_maps_do_not_pay_as_the_page_says(name):
+    rows = streams(name)
+    for (method, every, dispatch), row in rows.items():
+        if every is not None:
+            assert row["total_ms"] > rows[method, None, dispatch]["total_ms"]
+    copies, single = (rows[method, 4096, dispatch] for method, dispatch in (("eplb-nearest", "rule"), ("eplb", None)))
+    assert copies["moved"] > single["moved"]
+
+
+@pytest.mark.parametrize("name", ["time_dispatch_gptoss_8", "time_dispatch_gptoss_16"])
+def test_the_balance_lowers_the_load_and_the_rule_lowers_d_as_the_page_says(name):
+    rows = streams(name)
+    for method in ("eplb-nearest", "dedup-copies"):
+        even, rule, balance = (rows[method, None, dispatch] for dispatch in ("even", "rule", "balanced"))
+        assert balance["load"] < even["load"] - 0.1 and balance["distinct_gpus"] > even["distinct_gpus"]
+        assert rule["load"] > even["load"] and rule["distinct_gpus"] < even["distinct_gpus"] - 0.1
