@@ -14,6 +14,7 @@ KINDS = {
     "gating": "probabilities, choice and gates, beside torch",
     "combine": "each token's rows, gathered and summed, beside torch",
     "ladder": "the up-projection on every version, and on the last one idea by idea",
+    "host": "how long a training step keeps the host busy, in units of one torch.add",
     "counters": "what the hardware counts in each step of the series, and in each product of a training step",
 }
 

@@ -162,7 +162,7 @@ BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "spread": _spread,
     "host": findings.host,
     "skew": _tables("layer", skewed=True),
-    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters")},
+    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "host", "counters")},
 }
 # Blocks of other files than that of the benchmark.
 OF_OTHER_FILES: dict[str, Callable[[], str]] = {

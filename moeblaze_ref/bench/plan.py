@@ -1,14 +1,14 @@
 """Turn a user's request into jobs; each job times one layer and returns its rows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import expert_up
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.bench import KINDS, LAYER_PRESETS, counters, ladder, roofline, routing, stages, timed_systems
+from moeblaze_ref.bench import KINDS, LAYER_PRESETS, counters, host, ladder, roofline, routing, stages, timed_systems
 from moeblaze_ref.bench import layer as whole_layer
 from moeblaze_ref.bench.timed_systems import OWN
 from moeblaze_ref.core import checks
@@ -20,6 +20,7 @@ Job = Callable[..., list[dict[str, Any]]]
 
 ALL = tuple((name, None) for name in LAYER_PRESETS)
 LADDERS = tuple((name, None) for name in ladder.PRESETS)
+HOSTS = tuple((name, None) for name in host.PRESETS)
 COUNTED = tuple((name, None) for name in counters.PRESETS)
 # Presets, some with another L, of the stages that are timed beside torch: where index work and memory traffic show.
 SHAPES = {
@@ -68,6 +69,7 @@ def jobs(kind: str, request: Request) -> list[Job]:
         "layer": _layer_jobs,
         "stage": _stage_jobs,
         "ladder": _ladder_jobs,
+        "host": _host_jobs,
         "counters": _counter_jobs,
     }
     return makers.get(kind, partial(_jobs_beside_torch, kind))(request)
@@ -195,6 +197,13 @@ def _ladder_jobs(request: Request) -> list[Job]:
         partial(ladder.time_ladder, name, config, ladder.steps_of(config, request.versions), request.repetitions)
         for name, config in layers(request, LADDERS)
     ]
+
+
+def _host_jobs(request: Request) -> list[Job]:
+    if request.versions:
+        raise ValueError(f"{_said('versions', request.versions)}: bench host has the layer's own version")
+    timed = layers(replace(request, tokens=request.tokens or host.TOKENS), HOSTS)
+    return [partial(host.time_host, name, config, request.repetitions) for name, config in timed]
 
 
 def _counter_jobs(request: Request) -> list[Job]:

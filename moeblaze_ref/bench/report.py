@@ -17,6 +17,7 @@ Column = tuple[str, Callable[[Any], str]]
 # Columns that are no numbers.
 WORDS = (
     *("preset", "activation", "system", "stage", "version", "routing", "bound", "idea", "kernel", "warps wait for"),
+    *("work", "launch plans"),
     *("groups", "weights", "tile"),
 )
 
@@ -131,7 +132,18 @@ COUNTER_COLUMNS: tuple[Column, ...] = (
     ("shared KiB", _number("shared_bytes", ".0f", KIB)),
     ("warps wait for", lambda row: waits(row)),
 )
-COLUMNS = {"layer": LAYER_COLUMNS, "ladder": LADDER_COLUMNS, "counters": COUNTER_COLUMNS}
+HOST_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("work", lambda row: row["work"]),
+    ("launch plans", lambda row: "yes" if row["plans"] else "no"),
+    ("L", lambda row: f"{row['shape']['L']:,}"),
+    ("host us", _number("host_us", ".0f")),
+    ("first quartile", lambda row: f"{row['quartiles_us'][0]:.0f}"),
+    ("third quartile", lambda row: f"{row['quartiles_us'][1]:.0f}"),
+    ("torch.add us", _number("unit_us", ".2f")),
+    ("in torch.adds", _number("units", ".1f")),
+)
+COLUMNS = {"layer": LAYER_COLUMNS, "ladder": LADDER_COLUMNS, "host": HOST_COLUMNS, "counters": COUNTER_COLUMNS}
 
 
 def busy_ghz(row: Row) -> float:

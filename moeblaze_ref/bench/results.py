@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.bench import KINDS, counters, ladder, layer, stages
+from moeblaze_ref.bench import KINDS, counters, host, ladder, layer, stages
 from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.core.paths import DOCS
 
@@ -17,6 +17,7 @@ SYSTEMS = RECORDED.with_name("systems_h200.json")  # beside MegaBlocks and a fix
 ROWS = {
     "layer": layer.Row,
     "ladder": ladder.Row,
+    "host": host.Row,
     "counters": counters.Row,
 }  # of the other kinds: stages.Row
 PLACE = ("device", "versions", "commit")  # what all runs of one file share

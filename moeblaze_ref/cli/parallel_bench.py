@@ -26,14 +26,15 @@ from moeblaze_ref.cli.shared import Force, stdout, to_file, user_errors
 from moeblaze_ref.core import checks, provenance, source_hashes, traces
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.parallel import findings, measure
-from moeblaze_ref.parallel.costs import Costs
+from moeblaze_ref.parallel.costs import Costs, homes
 from moeblaze_ref.parallel.measure import MarkedRanks, Model
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.watch import TIMEOUT, Watch
 from moeblaze_ref.placement import maps
-from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.copies import Routes
+from moeblaze_ref.placement.maps import Copies, Placement
 from moeblaze_ref.placement.simulate import Cluster, step
-from moeblaze_ref.placement.trace import profile, split
+from moeblaze_ref.placement.trace import Profile, counts, profile, split
 
 WIDTHS = {"mixtral": (4096, 14336), "gpt-oss": (2880, 2880), "toy": (16, 24)}  # d and h
 COMMAND = "parallel.bench"  # in its records
@@ -84,7 +85,7 @@ def batches(trace: RoutingTrace, tokens: int, steps: int) -> list[np.ndarray]:
     return [trace.topk[first * tokens : (first + 1) * tokens] for first in np.arange(steps) % whole]
 
 
-def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Cluster) -> Placement:
+def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Cluster) -> Placement | Copies:
     """A map from a file, or by a method's name, fitted to the sample: for this trace's model and this cluster.
 
     Raises
@@ -92,7 +93,7 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
     ValueError, TypeError, OSError
         If there is no such file or method, or it is for another model or another number of GPUs.
     """
-    found: maps.Map | None
+    found: Placement | Copies | None
     if name.endswith(".npz"):
         found = maps.load(Path(name))
     else:
@@ -100,8 +101,8 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
 
         checks.check_name("method of placement", name, methods.METHODS)
         found = methods.METHODS[name](profile(sample), on, methods.Options()).placement
-    if not isinstance(found, Placement):
-        raise ValueError(f"{name} replicates experts, but here every expert has one GPU")
+    if found is None:
+        raise ValueError(f"{name} replicates experts for tokens that choose at random, but here they choose by a rule")
     found.check_fits(trace.topk.shape[1], trace.num_experts, trace.model)
     if found.num_gpus != on.num_gpus:
         raise ValueError(f"{name} is for {found.num_gpus} GPUs, but there are {on.num_gpus} ranks")
@@ -110,7 +111,7 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
 
 def placements_of(
     names: Sequence[str], trace: RoutingTrace, sample: RoutingTrace, on: Cluster, ranks: Ranks
-) -> list[Placement]:
+) -> list[Placement | Copies]:
     """Every `placement_of`, by rank 0 for all: a solver does not find the same map twice.
 
     Raises
@@ -124,7 +125,9 @@ def placements_of(
 # Measured and modelled ------------------------------------------------------------------------------------------------
 
 
-def replay(placements: Sequence[Placement], windows: list[np.ndarray], d: int, h: int, ranks, dtype) -> list[Taken]:
+def replay(
+    placements: Sequence[Placement | Copies], windows: list[np.ndarray], d: int, h: int, ranks, dtype
+) -> list[Taken]:
     """Run the windows under every placement, interleaved, so that drift affects all of them alike.
 
     A step's window is an array (ranks * tokens, layers, k), of which each rank has its part.
@@ -146,16 +149,19 @@ def replay(placements: Sequence[Placement], windows: list[np.ndarray], d: int, h
     ]
 
 
-def beside_model(name: str, taken: Taken, placement: Placement, windows: list[np.ndarray], costs: Costs) -> Found:
+def beside_model(
+    name: str, taken: Taken, placement: Placement | Copies, windows: list[np.ndarray], costs: Costs
+) -> Found:
     """Return the measured times of a placement beside those modelled from the measured costs."""
     whole, slowest = taken.whole.max(axis=0), np.median(taken.parts.max(axis=0), axis=0)  # (steps,), (layers, 3)
-    replayed = profile(RoutingTrace(np.concatenate(windows), placement.E))
+    served = Routes(np.concatenate([homes(placement, window) for window in windows]), placement.num_gpus)
+    replayed = Profile(*counts(served.topk, served.num_experts), served.tokens)
     return Found(
         name,
         float(np.median(whole)),
         float(np.percentile(whole, 99)),
         1e3 * costs.step_seconds(placement, windows),
-        step(replayed, placement.shares(), costs.on, len(windows[0])).ms,
+        step(replayed, served.shares(), costs.on, len(windows[0])).ms,
         slowest[:, 1].tolist(),
         (1e3 * costs.expert_seconds(placement, windows)).tolist(),
         (slowest[:, 0] + slowest[:, 2]).tolist(),

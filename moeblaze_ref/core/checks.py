@@ -21,10 +21,11 @@ MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 
 
-def check_type(name: str, value: object, expected: type) -> None:
-    """``value`` is an instance of the class ``expected``."""
+def check_type(name: str, value: object, *expected: type) -> None:
+    """``value`` is an instance of one of the classes ``expected``."""
     if not isinstance(value, expected):
-        raise TypeError(f"{name} is {kind(value)}, but it must be {_with_article(expected.__name__)}")
+        allowed = " or ".join(_with_article(each.__name__) for each in expected)
+        raise TypeError(f"{name} is {kind(value)}, but it must be {allowed}")
 
 
 def kind(value: object) -> str:

@@ -6,6 +6,7 @@ models of transformers 5.23; ``docs/routers.md`` has it as a table.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from moeblaze_ref.core import checks
@@ -119,7 +120,7 @@ class Router:
         if (bias is not None) != added:
             raise ValueError(f"{name} is {'missing' if added else 'given'}, but the router has {name}={added}")
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether this is a softmax of all logits and the k largest: what the router's kernels compute.
 

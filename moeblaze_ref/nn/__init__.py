@@ -6,6 +6,12 @@ Import them from here; ``from moeblaze_ref import MoELayer`` is the short way to
 
 from moeblaze_ref.nn import hf, oracle, routers
 from moeblaze_ref.nn.given_ids import check_given_ids
+from moeblaze_ref.nn.launch_plans import (
+    clear_launch_plans,
+    launch_plan_counts,
+    use_launch_plans,
+    without_launch_plans,
+)
 from moeblaze_ref.nn.oracle import OracleMoE
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.systems import SYSTEMS, MoEFactory, system
@@ -34,12 +40,16 @@ __all__ = [
     "RoutedExperts",
     "SequentialMoE",
     "check_given_ids",
+    "clear_launch_plans",
     "experts",
     "graphed",
     "hf",
     "keep_routing",
+    "launch_plan_counts",
     "oracle",
     "replace_moe_blocks",
     "routers",
     "system",
+    "use_launch_plans",
+    "without_launch_plans",
 ]

@@ -26,6 +26,7 @@ from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import torch_node, torch_operands
 from moeblaze_ref.nn.given_ids import local_ids
+from moeblaze_ref.nn.launch_plans import planned
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.nn.torch_node import Backward, Forward, has_backward
 from moeblaze_ref.nn.torch_operands import DTYPES
@@ -242,7 +243,7 @@ def _run(
     rows = torch_operands.aligned(torch_operands.rows_of(tokens))
     policy = policy if has_backward(rows, operands) else "inputs"
     system = RoutedByCaller(activation, policy, layout, version, partial=True)
-    outputs, executor = torch_node.run(system, NAME, rows, operands, routing)
+    outputs, executor = torch_node.run(planned(system), NAME, rows, operands, routing)
     log.debug("%s runs on %s", NAME, executor)
     return outputs[0].reshape(x.shape)
 

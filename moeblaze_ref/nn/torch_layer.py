@@ -20,6 +20,7 @@ from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import routers, torch_node, torch_operands
+from moeblaze_ref.nn.launch_plans import planned
 from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights
 from moeblaze_ref.nn.torch_experts import SEPARATE, ExpertOperands, RoutedByCaller
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
@@ -112,6 +113,8 @@ class KernelMoE(MoEModule):
     ----------
     executor : str or None
         What ran the last forward: "cuda", "simt", or None before the first.
+    has_launch_plans : bool
+        Whether calls may replay launch plans on a GPU.
 
     Raises
     ------
@@ -120,10 +123,36 @@ class KernelMoE(MoEModule):
     """
 
     executor: str | None = None
+    has_launch_plans = True
 
     def _check_sizes(self, **sizes: int) -> None:
         super()._check_sizes(**sizes)
         checks.check_kernel_limits(sizes["E"], sizes["k"])
+
+    def launch(self, x: Tensor, weights: Weights, topk_experts: Tensor | None = None) -> MoEOutput:
+        """Run `MoEModule.launch`; a call with the same layouts as an earlier one is not checked again."""
+        unusual = topk_experts is not None or self._is_unusual(x, weights)
+        layouts = None if unusual else torch_operands.layouts_of([x, *weights, None])
+        if layouts is None or (type(self), self.k, layouts) not in _passed:
+            result = super().launch(x, weights, topk_experts)
+            if layouts is not None and torch_operands.in_place(x, *weights):
+                _passed[type(self), self.k, layouts] = True
+            return result
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        operands = MoEWeights(*weights)
+        result = MoEOutput(*self._on_kernels(self._system(rows, operands), rows, operands, None, layouts))
+        return result if x.ndim == 2 else result._replace(out=result.out.reshape(x.shape))
+
+    def _is_unusual(self, x: Tensor, weights: Weights) -> bool:
+        """Whether a call may need more than its kernels, or something besides its tensors' layouts decides about it."""
+        return (
+            self.shared_expert is not None
+            or not self.router.plain
+            or not torch_operands.are_plain(x, weights)
+            or torch_operands.casts_or_refuses(x)
+            or _replay.get() is not None
+            or bool(_tapes.get())
+        )
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         if self.router.plain:
@@ -139,10 +168,17 @@ class KernelMoE(MoEModule):
         return MoEOutput(out, *routers.router_losses(routing, loads), routing.topk_experts.int())
 
     def _on_kernels(
-        self, system: System, x: Tensor, operands: torch_node.Operands, topk_experts: Tensor | None
+        self,
+        system: System,
+        x: Tensor,
+        operands: torch_node.Operands,
+        topk_experts: Tensor | None,
+        layouts: Any = None,
     ) -> Sequence[Tensor]:
-        """Run a system as one node, and note what ran it."""
+        """Run a system as one node, and note what ran it. The layouts are as in `launch_plans.planned`."""
         name = type(self).__name__
+        if self.has_launch_plans:
+            system = planned(system, layouts)
         outputs, executor = torch_node.run(system, name, x, operands, topk_experts)
         if executor != self.executor:
             log.info("%s(%s) runs on %s", name, self.extra_repr(), executor)
@@ -269,6 +305,18 @@ class _MoEBlaze(NamedTuple):
 
 
 # ---- checks --------------------------------------------------------------------------------
+
+
+class _Bounded(dict[Any, bool]):
+    """Keys of the calls that have passed; all are forgotten when there are too many."""
+
+    def __setitem__(self, key: Any, value: bool) -> None:
+        if len(self) >= 4096:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+_passed = _Bounded()
 
 
 def _check_shapes(wg: Tensor, w1: Tensor, w2: Tensor | None, w3: Tensor) -> None:

@@ -1,6 +1,7 @@
 """What a torch layer does with its operands before a kernel runs: checks, autocast, rows, alignment."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernels compute in
+
+DEVICES = ("cpu", "cuda")
 
 Named = Mapping[str, Tensor | None]  # operands by the names that messages have
 
@@ -25,7 +28,7 @@ def check_call(x: Tensor, owner: str) -> None:
 
 def check_kinds(x: Tensor, weights: Named, owner: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Everything lies on one device that the owner runs on, and has a dtype that it computes in."""
-    if x.device.type not in ("cpu", "cuda"):
+    if x.device.type not in DEVICES:
         raise ValueError(f"x is on {x.device}, but {owner} runs on cuda or cpu")
     for name, tensor in ("x", x), *weights.items():
         if tensor is None:
@@ -53,6 +56,38 @@ def cast(x: Tensor, weights: Named) -> tuple[Tensor, list[Tensor | None]]:
         if weight is not None and weight.dtype != dtype and not casts:
             raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
     return x.to(dtype), [None if w is None else w.to(dtype) for w in weights.values()]
+
+
+def are_plain(x: Tensor, weights: Iterable[Tensor | None]) -> bool:
+    """Whether these are strided tensors of torch's own classes, and no transform runs over them."""
+    if transforms_active() or tracing():
+        return False
+    return _is_plain(x) and all([weight is None or _is_plain(weight) for weight in weights])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+def casts_or_refuses(x: Tensor) -> bool:
+    """Whether autocast casts what is beside x, or no layer runs on its device."""
+    device = x.device.type
+    return device not in DEVICES or torch.is_autocast_enabled(device)
+
+
+def in_place(*tensors: Tensor | None) -> bool:
+    """Whether kernels can read the tensors where they are."""
+    return all(tensor is None or (tensor.is_contiguous() and is_aligned(tensor)) for tensor in tensors)
+
+
+def layouts_of(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
+    """Return all that a check, or a launch, depends on of plain tensors, besides their addresses and values."""
+    return tuple([None if tensor is None else _layout_of(tensor) for tensor in tensors])
+
+
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    lies = tensor.is_contiguous() or tensor.stride()
+    return tensor.shape, tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT, lies, tensor.is_neg()
 
 
 def rows_of(x: Tensor) -> Tensor:

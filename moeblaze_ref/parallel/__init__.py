@@ -1,7 +1,8 @@
 """Expert parallelism on torch.distributed: every rank holds some of a layer's experts, and tokens travel to them.
 
-One MoE layer (`layer`) over what ranks send each other (`ranks`), watched so that a rank that is lost ends the run
-(`watch`), and timed under placements against the model of `placement.simulate` (`bench`).
+One MoE layer (`layer`) over what ranks send each other (`ranks`), with copies of experts (`copies`) and states by the
+ids of experts (`state`). A watch ends the run when a rank is lost (`watch`). Placements are timed (`measure`) and
+modelled (`costs`). Ranks are started as processes (`local`) or as threads of one process (`threads`).
 """
 
 from moeblaze_ref.core.on_demand import import_on_demand

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda.gating import expert_shares
 from moeblaze_ref.core.structures import Array
-from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.ranks import RankGroup
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems.layer import GatingStage, Stages
 
@@ -21,7 +21,7 @@ class BatchGating:
         The stage of this rank's tokens.
     bridge : Bridge
         To its arrays.
-    ranks : Ranks
+    ranks : RankGroup
     shares : Tensor (E,) float32, optional
         Each expert's part of the routed rows of all ranks. Default: they are counted when experts have been chosen.
 
@@ -32,7 +32,7 @@ class BatchGating:
         This rank's part of the tokens of all; it is there once they have been counted.
     """
 
-    def __init__(self, gating: GatingStage, bridge: Bridge, ranks: Ranks, shares: Tensor | None = None):
+    def __init__(self, gating: GatingStage, bridge: Bridge, ranks: RankGroup, shares: Tensor | None = None):
         self._gating, self._bridge, self._ranks = gating, bridge, ranks
         self.shares = shares
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.copies import choose
+from moeblaze_ref.placement.maps import Copies, Placement
 from moeblaze_ref.placement.simulate import Cluster, slowness
 
 
@@ -32,37 +33,46 @@ class Costs:
     exchange_s: float
     rest_s: float
 
-    def expert_seconds(self, placement: Placement, windows: Sequence[np.ndarray]) -> np.ndarray:
+    def expert_seconds(self, placement: Placement | Copies, windows: Sequence[np.ndarray]) -> np.ndarray:
         """The slowest GPU's experts in every layer (layers,), the mean over the windows (tokens, layers, k)."""
         return self.on.token_s * np.mean([rows_of(placement, window).max(axis=1) for window in windows], axis=0)
 
-    def exchange_seconds(self, placement: Placement, windows: Sequence[np.ndarray]) -> np.ndarray:
+    def exchange_seconds(self, placement: Placement | Copies, windows: Sequence[np.ndarray]) -> np.ndarray:
         """Seconds there and back in every layer (layers,), a mean over windows; each GPU has a part of every window."""
         return self.exchange_s + np.mean([travel_seconds(placement, window, self.on) for window in windows], axis=0)
 
-    def step_seconds(self, placement: Placement, windows: Sequence[np.ndarray]) -> float:
+    def step_seconds(self, placement: Placement | Copies, windows: Sequence[np.ndarray]) -> float:
         """Return the modelled seconds of a step: all layers, and the rest of each."""
         layers = self.expert_seconds(placement, windows) + self.exchange_seconds(placement, windows) + self.rest_s
         return float(layers.sum())
 
 
-def rows_of(placement: Placement, window: np.ndarray) -> np.ndarray:
+def rows_of(placement: Placement | Copies, window: np.ndarray) -> np.ndarray:
     """Routed rows of each GPU in every layer, (layers, G), of a window (tokens, layers, k)."""
     return _is_on(placement, window).sum(axis=(0, 2))
 
 
-def rows_sent(placement: Placement, window: np.ndarray) -> np.ndarray:
+def rows_sent(placement: Placement | Copies, window: np.ndarray) -> np.ndarray:
     """Rows from each GPU to each in every layer, (layers, G, G): one for each token with an expert there."""
     visits = _is_on(placement, window).any(axis=2)  # (tokens, layers, G)
     return np.stack([part.sum(axis=0) for part in np.split(visits, placement.num_gpus)], axis=1)
 
 
-def travel_seconds(placement: Placement, window: np.ndarray, on: Cluster) -> np.ndarray:
+def travel_seconds(placement: Placement | Copies, window: np.ndarray, on: Cluster) -> np.ndarray:
     """Seconds of the window's rows there and back in every layer, (layers,): twice the slowest pair of GPUs."""
     return 2 * (rows_sent(placement, window) * slowness(on)).max(axis=(1, 2))
 
 
-def _is_on(placement: Placement, window: np.ndarray) -> np.ndarray:
+def _is_on(placement: Placement | Copies, window: np.ndarray) -> np.ndarray:
     """Return True where a token's choice is on a GPU, (tokens, layers, k, G)."""
-    owners = placement.assignment[np.arange(placement.layers)[None, :, None], window]  # (tokens, layers, k)
-    return owners[..., None] == np.arange(placement.num_gpus)
+    return homes(placement, window)[..., None] == np.arange(placement.num_gpus)
+
+
+def homes(placement: Placement | Copies, window: np.ndarray) -> np.ndarray:
+    """The GPU of each choice, (tokens, layers, k); each GPU has a part of the window's tokens."""
+    if isinstance(placement, Placement):
+        return placement.assignment[np.arange(placement.layers)[None, :, None], window]
+    tokens, G = len(window), placement.num_gpus
+    source = np.arange(tokens) * G // tokens
+    of_layers = [choose(window[:, l], source, held, placement.num_nodes) for l, held in enumerate(placement.held)]
+    return np.stack(of_layers, axis=1)

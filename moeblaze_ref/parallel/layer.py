@@ -21,14 +21,16 @@ from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.raw_cuda.dispatch import build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
-from moeblaze_ref.core.structures import EMPTY, Array
+from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_layer import DTYPES, KernelMoE
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
 from moeblaze_ref.parallel.batch import BatchGating
-from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.copies import Holders, SharedExperts
+from moeblaze_ref.parallel.ranks import RankGroup, Ranks
+from moeblaze_ref.parallel.state import keep_by_expert
 from moeblaze_ref.parallel.trip import Trip
-from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.maps import Copies, Placement
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import MoEWeights
@@ -45,12 +47,13 @@ class ExpertParallelMoE(KernelMoE):
     d, h, E, k, activation, policy, renormalize, device, dtype
         As in `MoELayer`. Parameters are wg (d, E), which every rank has alike (rank 0's is taken), and w1, w2 and w3 of
         this rank's experts alone, in the order of their ids.
-    placement : Placement
-        Which rank has which expert; a rank may have none.
+    placement : Placement or Copies
+        Which rank has which expert; a rank may have none. Of an expert with copies a token uses the one that
+        `placement.copies.choose` names.
     layer : int
         Which layer of the placement this is.
-    ranks : Ranks, optional
-        Default: all of ``torch.distributed``.
+    ranks : RankGroup, optional
+        Default: `Ranks` of all of ``torch.distributed``.
 
     Attributes
     ----------
@@ -71,15 +74,23 @@ class ExpertParallelMoE(KernelMoE):
     -----
     Gradients are those of the single-device layer on all ranks' tokens, where each rank's loss is a sum over its own
     tokens plus, on every rank alike, multiples of the two losses: d_w1, d_w2 and d_w3 have what came from every rank,
-    and d_wg is summed over the ranks here. So nothing is left to average over the ranks of the group.
+    and d_wg is summed over the ranks here. So nothing is left to average over the ranks of the group. Of an expert with
+    copies the gradients are summed over the ranks that hold it, in the order of ranks. All copies get the same bits: by
+    the same optimizer they stay alike. At the start they have the weights of the first.
+
+    Within a mesh, give the layer the ranks of one axis: ``Ranks(mesh["ep"].get_group())``. Over the other axis, of data
+    parallelism, nothing is summed here: average all gradients over it, as ``DistributedDataParallel`` does with
+    ``process_group=mesh["dp"].get_group()``. The two losses are those of the tokens of one group.
+
+    ``state_dict`` has this rank's experts under their ids, and ``load_state_dict`` takes them so: see
+    `parallel.state`.
 
     All ranks make the same calls, forward and backward, and want the same gradients. The host waits for the device once
     a forward: it must know how many rows come. What a rank keeps for the backward is what `MoELayer` keeps for as many
     tokens as came, their rows too. Partial sums travel in the dtype of x.
     """
 
-    owners: Tensor  # (E,) int32: each expert's rank
-    here: Tensor  # (E,) int32: its place on this rank, or EMPTY
+    has_launch_plans = False  # each forward waits for the host, and ranks exchange rows between the launches
 
     def __init__(
         self,
@@ -87,17 +98,17 @@ class ExpertParallelMoE(KernelMoE):
         h: int,
         E: int,
         k: int,
-        placement: Placement,
+        placement: Placement | Copies,
         layer: int = 0,
         activation: str = "swiglu",
         policy: str = "minimal",
         renormalize: bool = False,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
         ranks = ranks or Ranks()
-        checks.check_type("placement", placement, Placement)
+        checks.check_type("placement", placement, Placement, Copies)
         checks.check_int("layer", layer, 0, placement.layers - 1)
         placement.check_fits(placement.layers, E)
         if placement.num_gpus != ranks.size:
@@ -106,15 +117,23 @@ class ExpertParallelMoE(KernelMoE):
         super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted=len(experts))
         self.policy = checks.check_name("policy", policy, POLICIES)
         self.ranks, self.experts = ranks, experts
-        here = torch.full((E,), EMPTY, dtype=torch.int32)
-        here[experts] = torch.arange(len(experts), dtype=torch.int32)
-        owners = torch.from_numpy(placement.assignment[layer].copy())
-        self.register_buffer("owners", owners.to(device), persistent=False)
-        self.register_buffer("here", here.to(device), persistent=False)
+        copies = placement if isinstance(placement, Copies) else Copies.of(placement)
+        held, device = copies.held[layer], self.wg.device
+        self.holders = Holders(held, copies.num_nodes, ranks.rank, device)
+        self.shared = SharedExperts(ranks, held, device) if self.holders.any_copied else None
         mine = {"d": d, "h": h, "E": E, "k": k, "activation": activation, "renormalize": renormalize}
-        _check_alike(ranks, mine | {"dtype": self.wg.dtype}, _digest(placement, layer), self.wg.device)
-        with torch.no_grad():
-            ranks.spread(self.wg)
+        _check_alike(ranks, mine | {"dtype": self.wg.dtype}, _digest(held, copies.num_nodes, layer), device)
+        self._agree()
+        keep_by_expert(self)
+
+    @torch.no_grad()
+    def _agree(self):
+        """Give every rank the router of rank 0, and every holder of an expert the weights of the first."""
+        self.ranks.spread(self.wg)
+        if self.shared is not None:
+            for weight in self.weights[1:]:
+                if weight is not None:
+                    self.shared.spread(weight)
 
     @torch.no_grad()
     def take(self, whole: RoutedExperts):
@@ -127,7 +146,7 @@ class ExpertParallelMoE(KernelMoE):
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
         policy = self.policy if has_backward(x, weights) else "inputs"
-        return _OverRanks(self.k, self.activation, policy, self.renormalize, self.ranks, self.owners, self.here)
+        return _OverRanks(self.k, self.activation, policy, self.renormalize, self.ranks, self.holders, self.shared)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
@@ -155,10 +174,10 @@ def _check_alike(ranks, mine, digest, device):
             )
 
 
-def _digest(placement, layer):
-    """Return a digest of the map and the layer, 7 bytes."""
-    found = hashlib.blake2b(repr((placement.assignment.shape, layer)).encode(), digest_size=7)
-    found.update(placement.assignment.tobytes())
+def _digest(held, num_nodes, layer):
+    """Return a digest of the layer's part of the map, 7 bytes."""
+    found = hashlib.blake2b(repr((held.shape, num_nodes, layer)).encode(), digest_size=7)
+    found.update(held.tobytes())
     return int.from_bytes(found.digest())
 
 
@@ -169,9 +188,9 @@ class _OverRanks(NamedTuple):
     activation: str
     policy: str
     renormalize: bool
-    ranks: Ranks
-    owners: Tensor
-    here: Tensor
+    ranks: RankGroup
+    holders: Holders
+    shared: SharedExperts | None
 
     def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
         stages = raw_layer.stages_for(x, weights, bridge.executor)
@@ -179,8 +198,10 @@ class _OverRanks(NamedTuple):
         choice = layer.choose(batch.within(stages), x, weights.wg, self.k, self.renormalize, topk_experts)
         chosen, gates, *losses = bridge.tensors(choice)
         balance, z = self.ranks.total(torch.stack(losses) * batch.part).unbind()
-        trip = Trip.planned(self.ranks, stages, bridge, chosen, self.owners)
-        sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), chosen, gates, weights, self)
+        homes = self.holders.homes(chosen)
+        trip = Trip.planned(self.ranks, stages, bridge, homes)
+        numbers = self.holders.numbers(chosen, homes)
+        sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), numbers, gates, weights, self)
         out = trip.back(sums)
         saved = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
         return Forward(out, balance, z, chosen, saved, trip.counts)
@@ -212,15 +233,21 @@ class _OverRanks(NamedTuple):
             d_x += d_x_router
         if d_wg is not None:
             d_wg = self.ranks.total(d_wg.float()).to(d_wg.dtype)
-        return *bridge.arrays([d_x, d_wg]), *experts[2:5]
+        return *bridge.arrays([d_x, d_wg]), *self._over_holders(bridge, experts[2:5])
+
+    def _over_holders(self, bridge, d_weights):
+        """Sum the gradients of the experts with copies over the ranks that hold them."""
+        if self.shared is None:
+            return d_weights
+        return [None if d is None else bridge.array(self.shared.sum(bridge.tensor(d))) for d in d_weights]
 
 
-def _visit(trip, stages, bridge, x, chosen, gates, weights, system):
+def _visit(trip, stages, bridge, x, numbers, gates, weights, system):
     """The weighted sums of the rows that came here, in their order, and what is saved of them, by name."""
     k, num_experts = system.k, weights.w1.shape[0]
     rows = trip.there(x)
-    slots = trip.there(torch.cat([chosen, gates.view(torch.int32)], dim=1))  # 2k words of a row
-    here = system.here[slots[:, :k].long()]  # (rows, k)
+    slots = trip.there(torch.cat([numbers, gates.view(torch.int32)], dim=1))  # 2k words of a row
+    here = system.holders.places(slots[:, :k])  # (rows, k)
     gates = slots[:, k:].contiguous().view(torch.float32)
     dispatch = build_part.unchecked(bridge.array(here), num_experts, trip.counts.choices, bridge.executor)
     sums, intermediates = layer.run_experts(

@@ -17,7 +17,7 @@ from torch import Tensor
 from moeblaze_ref.parallel.costs import Costs, rows_of, travel_seconds
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks
-from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.maps import Copies, Placement
 from moeblaze_ref.placement.simulate import Cluster
 from moeblaze_ref.runtime.clock import Clock
 from moeblaze_ref.runtime.device import Gpu
@@ -88,7 +88,7 @@ class MarkedRanks(Ranks):
 class Model:
     """The MoE layers of a model with random weights, under a placement; the same tokens go into each."""
 
-    def __init__(self, placement: Placement, d: int, h: int, k: int, ranks: MarkedRanks, dtype: torch.dtype):
+    def __init__(self, placement: Placement | Copies, d: int, h: int, k: int, ranks: MarkedRanks, dtype: torch.dtype):
         self.ranks, device = ranks, ranks.clock.torch_device
         self.layers = [
             ExpertParallelMoE(d, h, placement.E, k, placement, layer, ranks=ranks, device=device, dtype=dtype)

@@ -1,5 +1,10 @@
-"""Exchange between the ranks of a process group, independent of experts."""
+"""Exchange between ranks, independent of experts.
 
+A layer needs a `RankGroup`. `Ranks` are the processes of ``torch.distributed``. `threads.ThreadRanks` are the threads
+of one process, for tests.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,23 +32,21 @@ def check_initialised():
         raise RuntimeError("torch.distributed is not initialised: start by torchrun, and call init_process_group")
 
 
-class Ranks:
-    """The ranks of a group, as one of them sees them. All must make the same calls in the same order.
+class RankGroup(ABC):
+    """The ranks that share a layer's experts, as one of them sees them. All make the same calls in the same order.
 
-    The group is of NCCL for tensors on GPUs, of gloo for tensors on CPUs; by default it has all ranks. ``rank`` is this
-    rank's number in the group, ``size`` how many there are.
-
-    Raises
-    ------
-    RuntimeError
-        If ``torch.distributed`` is not initialised.
+    Attributes
+    ----------
+    rank : int
+        This rank's number in the group.
+    size : int
+        How many ranks there are.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        check_initialised()
-        self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    rank: int
+    size: int
 
+    @abstractmethod
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Rows of every rank, from those that this one sends to every rank.
 
@@ -64,22 +67,54 @@ class Ranks:
         LostRank
             If another rank has gone.
         """
+
+    @abstractmethod
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum of every rank's tensor, written over this one's; `LostRank` as in `exchange`."""
+
+    @abstractmethod
+    def spread(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, written over this one's; `LostRank` as in `exchange`."""
+
+    @abstractmethod
+    def every(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, alike in shape and dtype, (size, ...); `LostRank` as in `exchange`."""
+
+
+class Ranks(RankGroup):
+    """The processes of a group of ``torch.distributed``.
+
+    The group is of NCCL for tensors on GPUs, of gloo for tensors on CPUs; by default it has all processes.
+
+    Raises
+    ------
+    RuntimeError
+        If ``torch.distributed`` is not initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        check_initialised()
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Exchange rows by all_to_all_single, see `RankGroup.exchange`."""
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         _together(dist.all_to_all_single, arrived, rows, list(received), list(sent), group=self.group)
         return arrived
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's tensor, written over this one's; `LostRank` as in `exchange`."""
+        """Sum over the ranks by all_reduce, see `RankGroup.total`."""
         _together(dist.all_reduce, tensor, group=self.group)
         return tensor
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, written over this one's; `LostRank` as in `exchange`."""
+        """Send rank 0's tensor by broadcast, see `RankGroup.spread`."""
         _together(dist.broadcast, tensor, group=self.group, group_src=0)
         return tensor
 
     def every(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, alike in shape and dtype, (size, ...); `LostRank` as in `exchange`."""
+        """Collect all ranks' tensors by all_gather, see `RankGroup.every`."""
         found = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
         _together(dist.all_gather, found, tensor, group=self.group)
         return torch.stack(found)

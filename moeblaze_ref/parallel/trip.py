@@ -8,7 +8,7 @@ from torch import Tensor
 from moeblaze_ref.backends.raw_cuda.dispatch import build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Array, Dispatch
-from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.ranks import RankGroup
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems.layer import Stages
 
@@ -29,37 +29,35 @@ class Trip:
     it.
     """
 
-    def __init__(self, ranks: Ranks, stages: Stages, bridge: Bridge, copies: Dispatch, counts: Counts):
+    def __init__(self, ranks: RankGroup, stages: Stages, bridge: Bridge, copies: Dispatch, counts: Counts):
         self._ranks, self._combine, self._bridge = ranks, stages.combine, bridge
         self._copies, self.counts = copies, counts
 
     @classmethod
-    def planned(cls, ranks: Ranks, stages: Stages, bridge: Bridge, topk_experts: Tensor, owners: Tensor) -> "Trip":
+    def planned(cls, ranks: RankGroup, stages: Stages, bridge: Bridge, homes: Tensor) -> "Trip":
         """The trip of tokens to their experts; the host learns how many rows come.
 
         Parameters
         ----------
         ranks, stages, bridge
             As in `Trip`.
-        topk_experts : Tensor (L, k) int32
-        owners : Tensor (E,) int32
-            Every expert's rank.
+        homes : Tensor (L, k) int32
+            The rank of each expert that a token uses.
 
         Raises
         ------
         ValueError
             If more rows come than the index structures take.
         """
-        homes = owners[topk_experts.long()]  # (L, k)
         copies = first_slots(homes)
         counts = _counts(ranks, copies, homes)
-        checks.check_routed_rows(sum(counts.received), topk_experts.shape[1])
+        checks.check_routed_rows(sum(counts.received), homes.shape[1])
         dispatch = build_part.unchecked(bridge.array(copies), ranks.size, sum(counts.sent), bridge.executor)
         return cls(ranks, stages, bridge, dispatch.map(bridge.tensor), counts)
 
     @classmethod
     def again(
-        cls, ranks: Ranks, stages: Stages, bridge: Bridge, arrays: dict[str, Array], k: int, counts: Counts
+        cls, ranks: RankGroup, stages: Stages, bridge: Bridge, arrays: dict[str, Array], k: int, counts: Counts
     ) -> "Trip":
         """The same trip, from what `tensors` and `counts` gave; ``arrays`` loses those of `tensors`."""
         copies = Dispatch(**{name: arrays.pop(_kept(name)) for name in STRUCTURES}, k=k)
@@ -93,7 +91,7 @@ def first_slots(homes: Tensor) -> Tensor:
     return homes.masked_fill(earlier, EMPTY)
 
 
-def _counts(ranks: Ranks, copies: Tensor, homes: Tensor) -> Counts:
+def _counts(ranks: RankGroup, copies: Tensor, homes: Tensor) -> Counts:
     """Exchange the numbers of rows and choices to and from each rank; the host waits for them."""
     each = torch.arange(ranks.size, device=homes.device)
     sent = torch.stack([(slots[:, :, None] == each).sum(dim=(0, 1)) for slots in (copies, homes)], dim=1)  # (G, 2)

@@ -2,8 +2,8 @@
 
 A batch asks for some tokens of each expert, and an expert's copies may share its tokens as they like. The program asks
 for the shares whose fullest GPU has least. Here the sum of the squared loads is minimised instead, one expert after the
-other. The loads with the least squares also have the least maximum: where the fullest GPUs could have less, tokens
-could move from them to emptier GPUs, perhaps by way of others, and that would lessen the squares too.
+other. The loads with the least squares also have the least maximum. Where the fullest GPUs could have less, tokens
+could move from them to emptier GPUs, perhaps by way of others. That would lessen the squares too.
 """
 
 import numba
@@ -28,8 +28,7 @@ def balanced(counts: np.ndarray, held: np.ndarray) -> np.ndarray:
     Raises
     ------
     ValueError, TypeError
-        If a count is negative or not finite, an expert with tokens is on no GPU, or an array has another shape or
-        dtype.
+        If a count is negative or not finite, an expert with tokens is on no GPU, or an array has another shape.
 
     Notes
     -----

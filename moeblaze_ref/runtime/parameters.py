@@ -28,6 +28,16 @@ _CODES = {  # struct's, of a parameter's dtype
 }
 
 
+def layout_of(parameters: Sequence[Parameter]) -> tuple[str, list[int]]:
+    """Return the layout of the parameters' memory, for struct, and where each of them begins in it."""
+    layout, offsets = "=", []
+    for parameter in parameters:
+        layout += f"{-struct.calcsize(layout) % ALIGNMENT}x"
+        offsets.append(struct.calcsize(layout))
+        layout += _POINTER if parameter.pointer else _CODES[parameter.dtype]
+    return layout, offsets
+
+
 class ParameterMemory:
     """The memory from which the driver copies the parameters of a kernel at each launch.
 
@@ -47,11 +57,7 @@ class ParameterMemory:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        layout, offsets = "=", []
-        for parameter in parameters:
-            layout += f"{-struct.calcsize(layout) % ALIGNMENT}x"
-            offsets.append(struct.calcsize(layout))
-            layout += _POINTER if parameter.pointer else _CODES[parameter.dtype]
+        layout, offsets = layout_of(parameters)
         packed = struct.Struct(layout)
         self._memory = ctypes.create_string_buffer(packed.size + ALIGNMENT)
         begin = ctypes.addressof(self._memory)

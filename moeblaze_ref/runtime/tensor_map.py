@@ -79,6 +79,8 @@ class EncodedMap(NamedTuple):
     """A tensor map as the copy engine reads it: it holds no array, so whoever launches with it does."""
 
     words: Any  # `BYTES` of them
+    layout: Layout
+    box: tuple[int, ...]
 
 
 def check_layout(layout: Layout, box: tuple[int, ...]) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from moeblaze_ref.core import checks
 from moeblaze_ref.runtime import torch_bridge
 from moeblaze_ref.runtime.declarations import TENSOR_MAP, Parameter
+from moeblaze_ref.runtime.launch_plan.recorder import current
+from moeblaze_ref.runtime.launch_plan.sender import Driver
 from moeblaze_ref.runtime.source import KernelSource, Module, checked_sizes
 from moeblaze_ref.runtime.tensor_map import EncodedMap, Layout, TensorMap, check_layout
 from moeblaze_ref.runtime.torch_bridge import Bridge
@@ -71,11 +73,24 @@ class TorchExecutor:
         strides = tuple(step * dtype.itemsize for step in steps)
         layout = Layout(address, str(dtype).removeprefix("torch."), tuple(shape), strides)
         check_layout(layout, box)
-        return EncodedMap(self.encode(layout, box))
+        return EncodedMap(self.encode(layout, box), layout, box)
 
     def encode(self, layout: Layout, box: tuple[int, ...]) -> Any:
         """The words of a map of what lies so."""
         raise NotImplementedError
+
+    @property
+    def driver(self) -> Driver | None:
+        """The functions that send a launch plan; None where plans do not run."""
+        return None
+
+    def stream(self) -> int:
+        """Address of torch's current stream."""
+        raise NotImplementedError
+
+    def capturing(self) -> bool:
+        """Whether the current stream captures a CUDA graph."""
+        return False
 
 
 _DTYPES = {
@@ -141,6 +156,12 @@ class TensorModule(Module):
                 values.append(convert(value))  # a number, or an error
         grid, block = checked_sizes(kernel, grid, block, shared_bytes)
         self._run(kernel, grid, block, shared_bytes, tuple(values))
+        if recorder := current():
+            recorder.launched(self, kernel, (grid, block, shared_bytes), arguments, values)
+
+    def handle(self, kernel: str, shared_bytes: int) -> int:
+        """The driver's handle of a kernel that may have so much dynamic shared memory, for a launch plan."""
+        raise NotImplementedError
 
     def _prepare(self, kernel: str) -> dict[str, Taken]:
         """Return for each parameter of a kernel what kind it takes, and what converts a number for it."""

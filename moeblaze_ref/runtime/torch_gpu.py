@@ -1,9 +1,10 @@
 """The kernels on a GPU over torch's own tensors, on torch's stream."""
 
+import ctypes
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import cupy
@@ -11,6 +12,7 @@ import torch
 from cuda.bindings import driver
 
 from moeblaze_ref.runtime.cupy import CupyModule, check_gpu, encode, gpu_of, source_for
+from moeblaze_ref.runtime.launch_plan.sender import Driver
 from moeblaze_ref.runtime.parameters import ParameterMemory
 from moeblaze_ref.runtime.source import KernelSource, Size
 from moeblaze_ref.runtime.tensor_map import Layout
@@ -45,6 +47,11 @@ class GpuModule(TensorModule, CupyModule):
         self._ready[kernel, shared_bytes] = function, ParameterMemory(self.source.kernels[kernel])
         return self._ready[kernel, shared_bytes]
 
+    def handle(self, kernel: str, shared_bytes: int) -> int:
+        """The driver's handle of a kernel that may have so much dynamic shared memory."""
+        handle: int = self.function(kernel, shared_bytes).kernel.ptr
+        return handle
+
 
 _stream = functools.cache(driver.CUstream)  # from the address of one
 
@@ -69,6 +76,22 @@ class GpuExecutor(TorchExecutor):
         """The words of a map of what lies so."""
         return encode(layout, box).tobytes()
 
+    @functools.cached_property
+    def driver(self) -> Driver:
+        """The functions of the CUDA driver that send a launch plan."""
+        library = ctypes.CDLL("libcuda.so.1")
+        functions = library.cuLaunchKernel, library.cuTensorMapEncodeTiled
+        return Driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
+
+    def stream(self) -> int:
+        """Address of torch's current stream."""
+        address: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        return address
+
+    def capturing(self) -> bool:
+        """Whether the current stream captures a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
     def check(self, file: str) -> None:
         """``kernels_cuda/<file>`` runs on the device; otherwise a ValueError says what it needs."""
         check_gpu(file, self.device.index)
@@ -78,17 +101,33 @@ class GpuExecutor(TorchExecutor):
         return GpuModule(source_for(file, text, constants, self.device.index), self.device.index)
 
 
+_NOTHING = nullcontext()
+
+
 class GpuBridge(TensorBridge):
     """Tensors on one CUDA device."""
 
     def __init__(self, device: torch.device):
         self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        self.executor = GpuExecutor(self._device)
+        self.executor: GpuExecutor = GpuExecutor(self._device)
         self._threads = threading.local()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Context on the tensors' device and torch's current stream; while that captures, no garbage collector runs."""
+        return _NOTHING if self._is_ready() else self._prepared()
+
+    def _is_ready(self) -> bool:
+        """Whether the thread is as `_prepared` would make it."""
+        index = self._device.index
+        return (
+            hasattr(self._threads, "bound")
+            and torch._C._cuda_getDevice() == index == cupy.cuda.runtime.getDevice()
+            and not torch.is_autocast_enabled("cuda")
+            and not self.executor.capturing()
+        )
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
         with without_autocast("cuda"), cupy.cuda.Device(self._device.index):
             self._bind_thread()
             with without_collector_if_capturing():

@@ -35,6 +35,9 @@ def folder(tmp_path_factory):
     traces.save(folder / "trace.npz", TRACE)
     fitted = baselines.greedy(profile(split(TRACE, 0)[0]), RANKS)
     maps.save(folder / "greedy.npz", fitted)
+    held = fitted.shares() > 0
+    held[:, 2] = True
+    maps.save(folder / "copies.npz", maps.Copies(held))
     maps.save(folder / "other.npz", Placement(fitted.assignment, RANKS, "another"))
     return folder
 
@@ -49,25 +52,28 @@ def torchrun(folder, *arguments):
 
 
 def test_placements_are_measured_beside_their_model(folder):
-    ended = torchrun(folder, "--map", "greedy.npz", "--map", "contiguous", "--record", "found.json")
+    ended = torchrun(
+        folder, "--map", "greedy.npz", "--map", "contiguous", "--map", "copies.npz", "--record", "found.json"
+    )
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"greedy .*%\)", ended.stdout) and re.search(r"contiguous .*%\)", ended.stdout)
     found = json.loads((folder / "found.json").read_text())
-    assert [row["name"] for row in found["rows"]] == ["greedy", "contiguous"]
+    assert [row["name"] for row in found["rows"]] == ["greedy", "contiguous", "copies"]
     assert {"device", "versions", "commit"} <= found.keys()
     on = Cluster(np.array(found["bandwidth"]), 4 * found["d"], found["token_s"])
     costs = Costs(on, found["exchange_s"], found["rest_s"])
     windows = parallel_bench.batches(split(TRACE, 0)[1], RANKS * TOKENS, STEPS)
-    for row, placement in zip(
-        found["rows"], (maps.load(folder / "greedy.npz"), baselines.contiguous(profile(TRACE), RANKS)), strict=True
-    ):
+    greedy, copies = (maps.load(folder / f"{name}.npz") for name in ("greedy", "copies"))
+    contiguous = baselines.contiguous(profile(TRACE), RANKS)
+    for row, placement in zip(found["rows"], (greedy, contiguous, copies), strict=True):
         assert min(row["experts_ms"] + row["exchange_ms"]) > 0
         assert row["step_ms"] <= row["step_p99_ms"]
         np.testing.assert_allclose(row["modelled_experts_ms"], 1e3 * costs.expert_seconds(placement, windows))
         np.testing.assert_allclose(row["modelled_exchange_ms"], 1e3 * costs.exchange_seconds(placement, windows))
         parts = sum(row["modelled_experts_ms"]) + sum(row["modelled_exchange_ms"])
         assert row["modelled_step_ms"] == pytest.approx(parts + 1e3 * found["rest_s"] * placement.layers)
-        replayed = profile(traces.RoutingTrace(np.concatenate(windows), TRACE.num_experts))
+    replayed = profile(traces.RoutingTrace(np.concatenate(windows), TRACE.num_experts))
+    for row, placement in zip(found["rows"][:2], (greedy, contiguous), strict=True):
         assert row["simulated_step_ms"] == pytest.approx(step(replayed, placement.shares(), on, RANKS * TOKENS).ms)
 
 
@@ -75,7 +81,7 @@ def test_placements_are_measured_beside_their_model(folder):
     ("name", "ranks", "message"),
     [
         ("other.npz", RANKS, "the map is for another, but the model is synthetic-2x6"),
-        ("eplb-replicas", RANKS, "replicates experts"),
+        ("eplb-replicas", RANKS, "replicates experts for tokens that choose at random"),
         ("gready", RANKS, "Did you mean 'greedy'"),
         ("greedy.npz", 3, "greedy.npz is for 2 GPUs, but there are 3 ranks"),
     ],
@@ -128,6 +134,18 @@ def test_rows_that_travel_are_counted_once_a_token_and_rank():
     first, second = window[:6], window[6:]
     mean = (travel_seconds(placement, first, on) + travel_seconds(placement, second, on)) / 2
     np.testing.assert_allclose(Costs(on, 0.5, 0.0).exchange_seconds(placement, [first, second]), 0.5 + mean)
+
+
+def test_rows_to_copies_are_those_of_the_rule():
+    held = np.zeros((1, 4, 3), bool)
+    held[0, [0, 1, 2, 3, 3, 3], [0, 1, 2, 0, 1, 2]] = True  # expert 3 is everywhere
+    window = np.array([[[3]], [[3]], [[3]], [[0]], [[3]], [[2]]])  # two tokens of each GPU
+    copies = maps.Copies(held)
+    np.testing.assert_array_equal(rows_of(copies, window), [[3, 1, 2]])
+    np.testing.assert_array_equal(rows_sent(copies, window), [[[2, 0, 0], [1, 1, 0], [0, 0, 2]]])
+    placement = Placement(np.array([[0, 1, 1, 2, 0], [2, 2, 1, 0, 0]], np.int32), 3)
+    window = synthetic_trace(12, 2, 5, 3, seed=4).topk
+    np.testing.assert_array_equal(rows_sent(maps.Copies.of(placement), window), rows_sent(placement, window))
 
 
 def test_experts_are_done_when_the_fullest_gpu_of_each_window_is():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import run_to_the_end
 from test_parallel import Case, assert_as_on_one_device, ending, killed, on_a_rank, outcome
+from test_parallel_copies import CopiesCase, assert_holders_have_the_same_bits
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
@@ -25,6 +26,7 @@ CASES = [
     Case("ungated", SKEWED, TOKENS, 2, options={"activation": "relu2", "renormalize": True}, **WIDE),
     Case("one rank has all", (GPUS - 1,) * EXPERTS, TOKENS, 4, **WIDE),
     Case("no token at all", SKEWED, (0,) * GPUS, 2, **WIDE),
+    CopiesCase("copies", (tuple(range(GPUS)), *((rank,) for rank in SKEWED[1:])), TOKENS, 3, **WIDE),
 ]
 WATCHED = 10.0  # seconds
 
@@ -32,7 +34,9 @@ WATCHED = 10.0  # seconds
 def test_all_is_as_on_one_gpu():
     found = run(on_a_rank, GPUS, CASES, "cuda", backend="nccl")
     for case in CASES:
-        assert_as_on_one_device(case, [each[case.name] for each in found], "cuda")
+        of_ranks = [each[case.name] for each in found]
+        assert_as_on_one_device(case, of_ranks, "cuda")
+        assert_holders_have_the_same_bits(of_ranks)
 
 
 def step_until_killed():

@@ -14,10 +14,12 @@ from ranks import run_to_the_end
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.nn.torch_layer import MoELayer
+from moeblaze_ref.parallel import threads
 from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks, progress
+from moeblaze_ref.parallel.threads import ThreadRanks
 from moeblaze_ref.parallel.trip import Trip
 from moeblaze_ref.parallel.watch import DONE, HEARD, LEFT, LOST_AFTER, SIGNS, WORKING, Seen, Watch, verdict
 from moeblaze_ref.placement.maps import Placement
@@ -112,16 +114,16 @@ def outcome(layer, x, weight, routing):
 
 
 def on_a_rank(cases, device="cpu"):
-    """The outcome of every case on this rank's tokens."""
-    return {case.name: one_case(case, device) for case in cases}
+    """The outcome of every case on this process's tokens."""
+    return {case.name: one_case(Ranks(), case, device) for case in cases}
 
 
-def one_case(case, device):
-    rank = dist.get_rank()
-    torch.manual_seed(100 + rank)  # the router is rank 0's all the same
-    layer = ExpertParallelMoE(placement=case.placement(), layer=1, device=device, **case.sizes)
+def one_case(ranks, case, device="cpu"):
+    """The outcome of a case on this rank's tokens, and its experts."""
+    torch.manual_seed(100 + ranks.rank)  # the router is rank 0's all the same
+    layer = ExpertParallelMoE(placement=case.placement(), layer=1, ranks=ranks, device=device, **case.sizes)
     layer.take(case.whole(device))
-    mine = [None if tensor is None else tensor.split(case.tokens)[rank] for tensor in case.inputs(device)]
+    mine = [None if tensor is None else tensor.split(case.tokens)[ranks.rank] for tensor in case.inputs(device)]
     return {name: tensor.cpu() for name, tensor in outcome(layer, *mine).items()} | {"experts": layer.experts}
 
 
@@ -132,12 +134,11 @@ def outcomes(request):
     return {case.name: (case, [each[case.name] for each in found]) for case in CASES[request.param]}
 
 
-def gathered(found):
-    """What all ranks have together, as the single-device layer gives it."""
-    whole = {name: torch.cat([each[name] for each in found]) for name in ("out", "d_x", "topk_experts")}
-    for name in found[0].keys() & {"d_w1", "d_w2", "d_w3"}:
-        whole[name] = torch.cat([each[name] for each in found])[np.argsort(sum((e["experts"] for e in found), []))]
-    return whole
+def part_of(case, rank, experts, what, whole):
+    """This rank's part of what the single-device layer gives: of its tokens, of its experts, or all."""
+    if what in ("out", "d_x", "topk_experts"):
+        return whole.split(case.tokens)[rank]
+    return whole[experts] if what in ("d_w1", "d_w2", "d_w3") else whole
 
 
 def error(found, expected):
@@ -150,12 +151,12 @@ def assert_as_on_one_device(case, found, device="cpu"):
     """Every rank's part of a case is that of the single-device layer on all tokens."""
     expected = {name: tensor.cpu() for name, tensor in outcome(case.whole(device), *case.inputs(device)).items()}
     bound = BOUND if case.dtype == torch.float32 else NARROW_BOUND
-    together = gathered(found)
-    assert torch.equal(together.pop("topk_experts"), expected.pop("topk_experts")), case.name
-    for what in expected:
-        for each in [together[what]] if what in together else [rank[what] for rank in found]:
-            assert each.shape == expected[what].shape and each.dtype == expected[what].dtype
-            assert error(each, expected[what]) < bound, (case.name, what)
+    for rank, mine in enumerate(found):
+        for what, whole in expected.items():
+            part = part_of(case, rank, mine["experts"], what, whole)
+            assert mine[what].shape == part.shape and mine[what].dtype == part.dtype, (case.name, rank, what)
+            same = error(mine[what], part) < bound if part.is_floating_point() else torch.equal(mine[what], part)
+            assert same, (case.name, rank, what)
 
 
 def test_all_is_as_on_one_device(outcomes):
@@ -176,9 +177,9 @@ FAULTS = {
     "gates of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, neighbours_gates(rows))),
     "nothing comes back": instead(Trip, "back", lambda right, self, rows: right(self, rows).zero_()),
     "experts of the neighbours": instead(ExpertParallelMoE, "take", lambda right, it, whole: right(it, rolled(whole))),
-    "nothing is summed": instead(Ranks, "total", lambda right, self, tensor: tensor),
+    "nothing is summed": instead(ThreadRanks, "total", lambda right, self, tensor: tensor),
     "the router's gradient is a mean": instead(
-        Ranks, "total", lambda right, self, tensor: right(self, tensor) / (2 if tensor.ndim == 2 else 1)
+        ThreadRanks, "total", lambda right, self, tensor: right(self, tensor) / (2 if tensor.ndim == 2 else 1)
     ),
     "shares of own tokens": instead(BatchGating, "_count", lambda right, *it: count_own(right, *it)),
     "losses of own tokens": instead(BatchGating, "_count", lambda right, *it: count_too_much(right, *it)),
@@ -217,26 +218,21 @@ def count_too_much(right, batch, *chosen):
     batch.part = torch.ones(())
 
 
-def with_every_fault(case):
-    """The case's outcome on this rank under each fault, and under none."""
-    found = {"none": one_case(case, "cpu")}
-    for fault, (of, name, planted) in FAULTS.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(of, name, planted(getattr(of, name)))
-            found[fault] = one_case(case, "cpu")
-    return found
+def with_fault(fault, case, size):
+    """Every rank's outcome of the case under a fault."""
+    of, name, planted = fault
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of, name, planted(getattr(of, name)))
+        return threads.run(one_case, size, case)
 
 
-def test_every_fault_is_caught():
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_caught(fault):
     case = Case("faults", SKEWED, (37, 21), 3)
-    found = run(with_every_fault, 2, case)
-    assert_as_on_one_device(case, [each.pop("none") for each in found])
-    for fault in FAULTS:
-        try:
-            assert_as_on_one_device(case, [each[fault] for each in found])
-        except AssertionError:
-            continue
-        pytest.fail(f"{fault}: nobody noticed")
+    assert_as_on_one_device(case, threads.run(one_case, 2, case))
+    found = with_fault(FAULTS[fault], case, 2)
+    with pytest.raises(AssertionError):
+        assert_as_on_one_device(case, found)
 
 
 # Argument checks
@@ -245,44 +241,44 @@ def test_every_fault_is_caught():
 SIZES = {"d": 8, "h": 8, "E": 4, "k": 2}
 
 
-def refused(error=ValueError, **wrong):
+def refused(ranks, error=ValueError, **wrong):
     """What this rank says of a wrong layer."""
-    return str(pytest.raises(error, ExpertParallelMoE, **(SIZES | wrong)).value)
+    return str(pytest.raises(error, ExpertParallelMoE, ranks=ranks, **(SIZES | wrong)).value)
 
 
-def refusals():
+def refusals(ranks):
     """What is said of wrong maps and layers, on a group of one."""
     one, two = Placement(np.zeros((2, 4), np.int32), 1, "m"), Placement(np.arange(4, dtype=np.int32)[None] % 2, 2)
     return (
-        refused(placement=two),
-        refused(placement=one, E=6),
-        refused(placement=one, layer=2),
-        refused(TypeError, placement=[[0, 1, 2, 3]]),
-        refused(placement=one, policy="papre"),
+        refused(ranks, placement=two),
+        refused(ranks, placement=one, E=6),
+        refused(ranks, placement=one, layer=2),
+        refused(ranks, TypeError, placement=[[0, 1, 2, 3]]),
+        refused(ranks, placement=one, policy="papre"),
     )
 
 
 def test_wrong_maps_and_layers_are_refused():
-    ranks, experts, layer, kind, policy = run(refusals, 1)[0]
+    ranks, experts, layer, kind, policy = threads.run(refusals, 1)[0]
     assert ranks == "the map is for 2 GPUs, but the group has 1 ranks"
     assert experts == "the map is for 2 layers of 4 experts, but the model has 2 layers of 6"
     assert layer == "layer is 2, but it must be 0..1"
-    assert kind == "placement is a list, but it must be a Placement"
+    assert kind == "placement is a list, but it must be a Placement or a Copies"
     assert policy.startswith("unknown policy 'papre'. Did you mean 'paper'?")
 
 
-def refusals_of_unlike_maps():
+def refusals_of_unlike_maps(ranks):
     """What every rank says where a rank has another map, another layer of it, or a map of more experts."""
-    rank, rows = dist.get_rank(), np.arange(16, dtype=np.int32).reshape(2, 8) % 3
+    rank, rows = ranks.rank, np.arange(16, dtype=np.int32).reshape(2, 8) % 3
     return (
-        refused(placement=Placement(rows if rank < 2 else 2 - rows, 3), E=8),
-        refused(placement=Placement(rows, 3), layer=int(rank == 1), E=8),
-        refused(placement=Placement(rows[:, : 8 - (rank == 2)].copy(), 3), E=8 - (rank == 2)),
+        refused(ranks, placement=Placement(rows if rank < 2 else 2 - rows, 3), E=8),
+        refused(ranks, placement=Placement(rows, 3), layer=int(rank == 1), E=8),
+        refused(ranks, placement=Placement(rows[:, : 8 - (rank == 2)].copy(), 3), E=8 - (rank == 2)),
     )
 
 
 def test_ranks_with_unlike_maps_are_refused():
-    for map, layer, experts in run(refusals_of_unlike_maps, 3):
+    for map, layer, experts in threads.run(refusals_of_unlike_maps, 3):
         assert map.startswith("the placement of rank 2 is not that of rank 0, but all ranks need the same map")
         assert layer.startswith("the placement of rank 1 is not")
         assert experts == "E is 8 on rank 0 and 7 on rank 2, but all ranks need the same layer"
@@ -298,15 +294,15 @@ UNLIKE = {  # what rank 1 says otherwise: (what, what all say)
 }
 
 
-def refusals_of_unlike_layers():
+def refusals_of_unlike_layers(ranks):
     alike = Placement(np.arange(4, dtype=np.int32)[None] % 2, 2)
     return [
-        refused(placement=alike, **({name: value} if dist.get_rank() else {})) for name, (value, _) in UNLIKE.items()
+        refused(ranks, placement=alike, **({name: value} if ranks.rank else {})) for name, (value, _) in UNLIKE.items()
     ]
 
 
 def test_ranks_with_unlike_layers_are_refused():
-    for said in run(refusals_of_unlike_layers, 2):
+    for said in threads.run(refusals_of_unlike_layers, 2):
         assert said == [f"{differs}, but all ranks need the same layer" for _, differs in UNLIKE.values()]
 
 

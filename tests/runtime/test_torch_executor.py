@@ -211,7 +211,9 @@ def test_a_step_takes_few_python_calls(monkeypatch):
     executor, calls = idle(monkeypatch), []
     step = make_step()
     # On a GPU torch's allocator gives the same places in every step; the CPU's does not, and each new one is encoded.
-    monkeypatch.setattr(IdleExecutor, "tensor_map", lambda executor, tensor, box: EncodedMap((tensor.data_ptr(), box)))
+    monkeypatch.setattr(
+        IdleExecutor, "tensor_map", lambda executor, tensor, box: EncodedMap((tensor.data_ptr(), box), None, box)
+    )
 
     def count(frame, event, argument):
         if event == "call" and PACKAGE in Path(frame.f_code.co_filename).parents:

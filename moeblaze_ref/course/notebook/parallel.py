@@ -20,7 +20,8 @@ from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.trip import first_slots
-from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.copies import routes
+from moeblaze_ref.placement.maps import Copies, Placement
 
 GRADIENTS = ("d_x", "d_wg", "d_w1", "d_w2", "d_w3")
 # What `ExpertParallelMoE` sends in a forward and a backward, in its order.
@@ -31,7 +32,7 @@ BACKWARD = ("gradients of the output", "gradients of the rows, back", "gradients
 class Lesson(NamedTuple):
     """A small layer whose experts are on ``placement.num_gpus`` ranks, and tokens for each of them."""
 
-    placement: Placement
+    placement: Placement | Copies
     tokens: tuple[int, ...]  #: of each rank
     d: int = 16
     h: int = 24
@@ -96,6 +97,7 @@ def _on_this_rank(lesson: Lesson) -> Step:
     ranks = LoggedRanks()
     layer = ExpertParallelMoE(**lesson.sizes, placement=lesson.placement, ranks=ranks)
     layer.take(lesson.layer())
+    ranks.parcels.clear()  # of experts with copies, which begin alike
     x, d_out = (whole.split(lesson.tokens)[dist.get_rank()] for whole in lesson.inputs())
     return _step(layer, x, d_out, ranks.parcels)
 
@@ -110,8 +112,12 @@ def _step(layer, x, d_out, parcels) -> Step:
 
 
 def gathered(lesson: Lesson, steps: Sequence[Step]) -> dict[str, torch.Tensor]:
-    """Output and gradients of all ranks as one device has them: tokens in order, experts by their ids."""
-    order = torch.tensor(sum(lesson.placement.hosts(0), [])).argsort()
+    """Output and gradients of all ranks as one device has them: tokens in order, experts by their ids.
+
+    Of an expert with copies it is the first one's.
+    """
+    hosted = sum(lesson.placement.hosts(0), [])
+    order = [hosted.index(expert) for expert in range(lesson.placement.E)]
 
     def side_by_side(name):
         return torch.cat([step.gradients[name] for step in steps])
@@ -212,15 +218,15 @@ class Traffic(NamedTuple):
     arrived: np.ndarray  #: (ranks,) rows that came, those of its own tokens not counted
 
     @classmethod
-    def of(cls, topk_experts: np.ndarray, owners: np.ndarray, num_ranks: int) -> "Traffic":
-        """Count the traffic of topk_experts (L, k) and owners (E,); token i is on rank i modulo the number of ranks."""
-        copies = ranks_of(topk_experts.astype(np.int64), owners)
-        own = np.arange(len(copies))[:, None] % num_ranks
-        travelled = copies[(copies != EMPTY) & (copies != own)]
-        return cls(*(np.bincount(ranks.ravel(), minlength=num_ranks) for ranks in (owners[topk_experts], travelled)))
+    def of(cls, homes: np.ndarray, num_ranks: int) -> "Traffic":
+        """Count the traffic of choices on the ranks ``homes`` (L, k); token i is on rank i modulo their number."""
+        visits = first_slots(torch.from_numpy(homes)).numpy()
+        own = np.arange(len(homes))[:, None] % num_ranks
+        travelled = visits[(visits != EMPTY) & (visits != own)]
+        return cls(*(np.bincount(ranks.ravel(), minlength=num_ranks) for ranks in (homes, travelled)))
 
 
-def traffic_picture(trace: RoutingTrace, placements: Mapping[str, Placement]) -> Figure:
+def traffic_picture(trace: RoutingTrace, placements: Mapping[str, Placement | Copies]) -> Figure:
     """Draw the fullest rank of each named map: its choices and its rows that came over links, over an even share.
 
     Every point is a layer; a line is the mean over the layers.
@@ -228,7 +234,8 @@ def traffic_picture(trace: RoutingTrace, placements: Mapping[str, Placement]) ->
     figure, axes = panels(8, 3.4, framed=True)
     for place, placement in enumerate(placements.values()):
         ranks = placement.num_gpus
-        layers = [Traffic.of(trace.topk[:, l], placement.assignment[l], ranks) for l in range(placement.layers)]
+        copies = placement if isinstance(placement, Copies) else Copies.of(placement)
+        layers = [Traffic.of(homes, ranks) for homes in routes(trace, copies).topk.swapaxes(0, 1)]
         even = trace.topk.shape[0] / ranks
         for shift, color, marker, values in (
             (-0.13, BLUE, "o", [t.routed.max() / t.routed.mean() for t in layers]),

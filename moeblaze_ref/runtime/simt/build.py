@@ -205,6 +205,18 @@ def compile_runtime() -> Path:
     return _compile(text, flags, RUNTIME_LIBRARIES, lambda: folders, _own_headers())
 
 
+def host_library(text: str) -> ctypes.CDLL:
+    """Compile and load a C++ text for the host that includes the standard library alone.
+
+    Raises
+    ------
+    SimtUnavailable
+        If there is no compiler, or the system does not load what was built.
+    """
+    flags = (*COMMON_FLAGS, *RUNTIME_FLAGS, *_native()[0])
+    return _loaded(lambda: _compile(text, flags, RUNTIME_LIBRARIES, list, []), _not_loaded)
+
+
 @functools.cache
 def runtime_library() -> ctypes.CDLL:
     """The loaded runtime; its symbols are global, so that kernel files find them."""

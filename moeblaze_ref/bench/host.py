@@ -1,0 +1,125 @@
+"""Time the host: how long a training step of the layer keeps Python busy, in units of one ``torch.add``.
+
+The layer is so small that the GPU waits for the host, so the host never waits for the GPU's queue. The unit is that of
+the same machine and the same minutes: processors differ, and a launch costs more on some than on others.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.nn.launch_plans import use_launch_plans, without_launch_plans
+from moeblaze_ref.nn.torch_layer import MoELayer
+from moeblaze_ref.runtime.device import Device
+
+TOKENS = 64  # few: the GPU waits
+PRESETS = ("conf3",)
+CALLS = 10  # of one contender in a row, whose times are one sample
+WARM_UP = 3  # rounds: the kernels are compiled, and the plans recorded
+WORKS = ("forward", "step")
+UNIT = "torch.add"
+Contender = tuple[str, bool]  # of WORKS, and whether launch plans are allowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The host's time of one kind of work, with or without launch plans."""
+
+    kind: str  #: "host"
+    preset: str
+    shape: dict[str, int]  #: {L, d, h, E, k}
+    dtype: str
+    work: str  #: "forward", of a training step; or "step", forward and backward
+    plans: bool  #: whether launch plans were replayed
+    host_us: float  #: median of one call, microseconds
+    quartiles_us: tuple[float, float]  #: first and third
+    unit_us: float  #: median of one ``torch.add`` of the same run
+    units: float  #: host_us over unit_us
+
+
+def time_host(preset: str, config: MoEConfig, repetitions: int, device: Device) -> list[dict[str, Any]]:
+    """Time forward and step, with and without launch plans, interleaved with ``torch.add``: a `Row` as dict for each.
+
+    ``preset`` is the layer's name in the rows.
+    """
+    works = works_of(config, device)
+    contenders: dict[Any, Callable[[], object]] = {UNIT: unit_of(device)}
+    contenders |= {(name, plans): _called(work, plans) for name, work in works.items() for plans in (False, True)}
+    before = use_launch_plans()
+    try:
+        samples = _samples(contenders, repetitions, device)
+    finally:
+        use_launch_plans(before)
+    unit = statistics.median(samples[UNIT])
+    return [
+        asdict(
+            Row(
+                kind="host",
+                preset=preset,
+                shape=config.sizes,
+                dtype=config.dtype,
+                work=name,
+                plans=plans,
+                host_us=(host := statistics.median(samples[name, plans])),
+                quartiles_us=_quartiles(samples[name, plans]),
+                unit_us=unit,
+                units=host / unit,
+            )
+        )
+        for name in works
+        for plans in (False, True)
+    ]
+
+
+def works_of(config: MoEConfig, device: Device) -> dict[str, Callable[[], object]]:
+    """What is timed, by its name: calls of one layer that prepare no inputs."""
+    place: dict[str, Any] = {"device": device.torch_device, "dtype": getattr(torch, config.dtype)}
+    layer = MoELayer(config.d, config.h, config.E, config.k, config.activation, **place)
+    x, d_out = (torch.randn(config.L, config.d, **place) for _ in range(2))  # (L, d)
+    leaves = [x.requires_grad_(), *layer.parameters()]
+    return {
+        "forward": lambda: layer(x).out,
+        "step": lambda: torch.autograd.grad(layer(x).out, leaves, d_out),
+    }
+
+
+def unit_of(device: Device) -> Callable[[], object]:
+    """One ``torch.add`` of two small tensors."""
+    left, right = (torch.ones(TOKENS, device=device.torch_device) for _ in range(2))
+    return lambda: torch.add(left, right)
+
+
+def _called(work: Callable[[], object], plans: bool) -> Callable[[], object]:
+    def call() -> object:
+        with nullcontext() if plans else without_launch_plans():
+            return work()
+
+    return call
+
+
+def _samples(contenders: dict[Any, Callable[[], object]], repetitions: int, device: Device) -> dict[Any, list[float]]:
+    """Microseconds of one call of each contender, a sample a round; the device is idle before each."""
+    samples: dict[Any, list[float]] = {name: [] for name in contenders}
+    for number in range(WARM_UP + repetitions):
+        for name, call in contenders.items():
+            device.settle()
+            call()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            if number >= WARM_UP:
+                samples[name].append((time.perf_counter() - start) * 1e6 / CALLS)
+    return samples
+
+
+def _quartiles(samples: Sequence[float]) -> tuple[float, float]:
+    if len(samples) == 1:
+        return samples[0], samples[0]
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return first, third

@@ -1,0 +1,250 @@
+"""Which calls of a layer's node replay a launch plan: see `runtime.launch_plan`.
+
+A plan belongs to a key: the system with its options, the device and its stream, and the layout of every tensor that the
+call is given. The first call with a key runs the stages, the second is recorded, and each later one replays. What
+cannot be replayed runs the stages each time: a call that waits for the device, one without a C++ compiler, one under a
+dispatch mode of torch's such as FakeTensorMode, and one that a CUDA graph captures.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum, auto
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.nn.torch_node import Backward, Forward, System
+from moeblaze_ref.nn.torch_operands import layouts_of
+from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, Recorder, recording, without_overlap
+from moeblaze_ref.runtime.simt.build import SimtCompileError
+from moeblaze_ref.runtime.simt.cache import SimtUnavailable
+from moeblaze_ref.runtime.torch_bridge import Bridge
+from moeblaze_ref.runtime.torch_executor import TorchExecutor
+
+CAPACITY = 128  # plans that are kept, those used last
+log = logging.getLogger(__name__)
+
+Inputs = list[Tensor | None]
+Results = Sequence[Tensor | None]
+Form = Callable[[Results], Any]  # makes of a plan's results what the call returns
+
+
+class Counts(NamedTuple):
+    """Calls of layers that might have plans; a forward and a backward are one each."""
+
+    replayed: int  # by a plan
+    launched: int  # by the stages
+
+
+class _Ready(NamedTuple):
+    """A plan, and what makes of its results what the call returns."""
+
+    plan: Plan
+    form: Form
+
+
+class _State(Enum):
+    """What is known of a key without a plan."""
+
+    SEEN = auto()  # the next call is recorded
+    REFUSED = auto()  # no call is
+
+
+class _Cache:
+    """The plans by their keys, for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all plans, and count from zero."""
+        with self._lock:
+            self._found: OrderedDict[Any, _Ready | _State] = OrderedDict()
+            self._replayed, self._launched = 0, 0
+
+    @property
+    def counts(self) -> Counts:
+        """The calls since the last `clear`."""
+        return Counts(self._replayed, self._launched)
+
+    def find(self, key: Any) -> _Ready | _State | None:
+        """Return what is known of a key, for a call that is counted."""
+        with self._lock:
+            found = self._found.get(key)
+            if found is not None:
+                self._found.move_to_end(key)
+            if type(found) is _Ready:
+                self._replayed += 1
+            else:
+                self._launched += 1
+            return found
+
+    def put(self, key: Any, found: _Ready | _State) -> None:
+        """Note what is known of a key, and forget the one that was used least lately if there are too many."""
+        with self._lock:
+            self._found[key] = found
+            self._found.move_to_end(key)
+            if len(self._found) > CAPACITY:
+                self._found.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+_cache = _Cache()
+_in_use = False  # until they are shown on a GPU
+_allowed: ContextVar[bool] = ContextVar("allowed", default=True)
+
+
+def use_launch_plans(wanted: bool = True) -> bool:
+    """Let the layers of all threads replay launch plans from now on, or no longer; return whether they did before."""
+    global _in_use
+    before, _in_use = _in_use, wanted
+    return before
+
+
+def launch_plan_counts() -> Counts:
+    """Return how many calls have replayed a launch plan, and how many that might have did not, since the last clear."""
+    return _cache.counts
+
+
+def clear_launch_plans() -> None:
+    """Forget all launch plans and set the counts to zero."""
+    _cache.clear()
+
+
+@contextmanager
+def without_launch_plans() -> Iterator[None]:
+    """Context in which the layers that this thread calls have no launch plans.
+
+    The backward of a layer does as its forward did.
+    """
+    token = _allowed.set(False)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def planned(system: System, layouts: Any = None) -> System:
+    """Return the system with launch plans if they are in use, and this thread does not go without them.
+
+    ``layouts`` are those of what its forward will be given, if they are known: `torch_operands.layouts_of`.
+    """
+    return Planned(system, layouts) if _in_use and _allowed.get() else system
+
+
+class Planned(NamedTuple):
+    """A system whose calls replay plans where there are any."""
+
+    system: System
+    layouts: Any
+
+    def forward(self, bridge: Bridge, x: Any, weights: Any, topk_experts: Any) -> Forward:
+        """Run the system's forward, or replay it."""
+        executor, system, kind = _planner(bridge), self.system, type(weights)
+        if executor is None:
+            return system.forward(bridge, x, weights, topk_experts)
+        inputs = [x, *weights, topk_experts]
+
+        def run(inputs: Inputs) -> Forward:
+            x, *operands, topk_experts = inputs
+            return system.forward(bridge, x, kind(*operands), topk_experts)
+
+        key = executor, executor.stream(), system, kind, self.layouts or layouts_of(inputs)
+        found: Forward = _call(executor, key, inputs, run, _flat)
+        return found
+
+    def backward(self, bridge: Bridge, given: Backward) -> Results:
+        """Run the system's backward, or replay it."""
+        executor, system, kind = _planner(bridge), self.system, type(given.weights)
+        if executor is None or given.counts is not None:
+            return system.backward(bridge, given)
+        losses, names = tuple(given.d_losses), tuple(given.arrays)
+        inputs = [given.d_out, *given.d_losses.values(), given.x, *given.weights, *given.arrays.values()]
+        given.arrays.clear()  # so that the call alone has them, and frees them
+
+        def run(inputs: Inputs) -> Results:
+            rest = iter(inputs)
+            d_out, d_losses, x = next(rest), {name: next(rest) for name in losses}, next(rest)
+            weights = kind(*[next(rest) for _ in kind._fields])
+            given.arrays.update(zip(names, rest, strict=True))
+            inputs.clear()
+            return system.backward(bridge, given._replace(d_out=d_out, d_losses=d_losses, x=x, weights=weights))
+
+        how = losses, names, given.last, frozenset(given.wanted)
+        key = executor, executor.stream(), system, kind, how, layouts_of(inputs)
+        found: Results = _call(executor, key, inputs, run, lambda gradients: (gradients, list))
+        return found
+
+
+def _flat(forward: Forward) -> tuple[Results, Form] | None:
+    """What a forward has returned as a list of tensors, and what makes it of such a list; None for what no plan has."""
+    if forward.counts is not None:
+        return None
+    names = tuple(forward.saved)
+
+    def form(results: Results) -> Forward:
+        out, balance, z, chosen, *saved = cast(list[Any], results)
+        return Forward(out, balance, z, chosen, dict(zip(names, saved, strict=True)))
+
+    return [*forward[:4], *forward.saved.values()], form
+
+
+def _planner(bridge: Bridge) -> TorchExecutor | None:
+    """The executor, if it has plans and neither a mode of torch's nor a CUDA graph must see each operation."""
+    executor = bridge.executor
+    if not isinstance(executor, TorchExecutor) or executor.driver is None:
+        return None
+    return None if torch._C._len_torch_dispatch_stack() or executor.capturing() else executor
+
+
+def _call(
+    executor: TorchExecutor,
+    key: tuple[Any, ...],
+    inputs: Inputs,
+    run: Callable[[Inputs], Any],
+    flat: Callable[[Any], tuple[Results, Form] | None],
+) -> Any:
+    """What ``run`` returns, or its plan in its place: ``flat`` makes a list of tensors of it."""
+    found = _cache.find(key)
+    if type(found) is _Ready:
+        present: Inputs = [tensor for tensor in inputs if tensor is not None]
+        inputs.clear()
+        return found.form(found.plan.run(present, executor.stream()))
+    if found is None:
+        _cache.put(key, _State.SEEN)
+    return _record(executor, key, inputs, run, flat) if found is _State.SEEN else run(inputs)
+
+
+def _record(
+    executor: TorchExecutor,
+    key: Any,
+    inputs: Inputs,
+    run: Callable[[Inputs], Any],
+    flat: Callable[[Any], tuple[Results, Form] | None],
+) -> Any:
+    """What ``run`` returns; a plan of it joins the others if there can be one."""
+    alone = iter(without_overlap([tensor for tensor in inputs if tensor is not None]))
+    inputs[:] = [None if tensor is None else next(alone) for tensor in inputs]
+    del alone
+    with recording([tensor for tensor in inputs if tensor is not None]) as recorder:
+        value = run(inputs)
+    flattened = flat(value)
+    _cache.put(key, _State.REFUSED if flattened is None else _plan(executor, recorder, *flattened))
+    return value
+
+
+def _plan(executor: TorchExecutor, recorder: Recorder, results: Results, form: Form) -> _Ready | _State:
+    try:
+        assert executor.driver is not None
+        return _Ready(Plan(recorder, results, executor.device, executor.driver), form)
+    except (NoPlan, SimtUnavailable, SimtCompileError) as why:
+        log.info("a call of a layer has no launch plan: %s", why)
+        return _State.REFUSED

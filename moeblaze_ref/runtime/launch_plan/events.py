@@ -1,0 +1,129 @@
+"""What a recorded call did, and the memory that it did it on."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from moeblaze_ref.runtime.declarations import Parameter
+from moeblaze_ref.runtime.tensor_map import Layout
+
+BLOCK = 512  # bytes: torch's allocator gives multiples of it on a GPU, and a plan cuts its arenas alike
+
+
+def in_blocks(nbytes: int) -> int:
+    """Bytes that the allocator takes for so many."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory that a call was given or has allocated.
+
+    Parameters
+    ----------
+    number : int
+        Its place among the buffers of the call; the inputs come first.
+    nbytes : int
+    make : callable or None
+        Allocates it again. None: an input, a constant, or what an operation returns.
+    shape, strides : tuple of int
+        Of the tensor that it was born as; strides in elements.
+    dtype : torch.dtype
+    constant : Tensor or None
+        A number that nothing overwrites, so each step takes this tensor.
+    """
+
+    number: int
+    nbytes: int
+    make: Callable[[], Tensor] | None
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    constant: Tensor | None = None
+
+
+class Pointer(NamedTuple):
+    """An address: bytes from where a buffer begins."""
+
+    buffer: int
+    offset: int
+
+
+class View(NamedTuple):
+    """A tensor over a buffer; None in place of a layout if it is the tensor that the buffer was born as."""
+
+    buffer: int
+    layout: tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, strides and first element
+
+    def of(self, tensors: list[Tensor | None]) -> Tensor:
+        """The tensor, over the buffers of this step."""
+        number, layout = self
+        tensor: Any = tensors[number]
+        found: Tensor = tensor if layout is None else tensor.as_strided(*layout)
+        return found
+
+
+class MapOf(NamedTuple):
+    """A tensor map of what lies at a pointer; the address in the layout is that of the recorded call."""
+
+    pointer: Pointer
+    layout: Layout
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch; an argument is a `Pointer`, a `MapOf` or a number."""
+
+    name: str  # of the kernel
+    function: int  # the driver's handle
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    parameters: tuple[Parameter, ...]
+    arguments: tuple[Any, ...]
+
+    def buffers(self) -> Iterator[int]:
+        """Numbers of the buffers that the kernel reads or writes."""
+        for argument in self.arguments:
+            if isinstance(argument, Pointer):
+                yield argument.buffer
+            elif isinstance(argument, MapOf):
+                yield argument.pointer.buffer
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of torch's; tensors among the arguments are `View`."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int | None, ...]  # the buffer of each result that it allocates
+
+    def buffers(self) -> Iterator[int]:
+        """Numbers of the buffers that it reads, writes or allocates."""
+        yield from (number for number in self.results if number is not None)
+        yield from (view.buffer for view in _views((self.args, tuple(self.kwargs.values()))))
+
+
+Event = Launch | Operation
+
+
+def _views(value: Any) -> Iterator[View]:
+    if isinstance(value, View):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _views(item)
+
+
+def over(value: Any, tensors: list[Tensor | None]) -> Any:
+    """An operation's argument, each `View` in it as a tensor of this step."""
+    if isinstance(value, View):
+        return value.of(tensors)
+    if isinstance(value, list):
+        return [over(item, tensors) for item in value]
+    return value

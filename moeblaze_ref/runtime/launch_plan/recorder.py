@@ -1,0 +1,235 @@
+"""Notes what one call launches, computes by torch, and allocates."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from moeblaze_ref.runtime.declarations import TENSOR_MAP
+from moeblaze_ref.runtime.launch_plan.events import (
+    Buffer,
+    Event,
+    Launch,
+    MapOf,
+    Operation,
+    Pointer,
+    View,
+    in_blocks,
+)
+
+aten = torch.ops.aten
+ALLOCATIONS = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
+
+
+class NoPlan(Exception):
+    """What was recorded cannot be replayed; the message says why."""
+
+
+_weak: Any = StorageWeakRef
+
+
+class _Place:
+    """Where a buffer lies while the recorded call runs."""
+
+    def __init__(self, buffer: Buffer, tensor: Tensor):
+        self.buffer, self.begin, self.tensor = buffer, tensor.data_ptr(), _weak(tensor.untyped_storage())
+
+    @property
+    def gone(self) -> bool:
+        """Whether the memory has been freed."""
+        expired: bool = self.tensor.expired()
+        return expired
+
+    def holds(self, address: int) -> bool:
+        """Whether an address lies in it."""
+        return self.begin <= address < self.begin + self.buffer.nbytes
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it, nor below
+    """What a call did, in order. It changes nothing of the call, and keeps no tensor alive.
+
+    Parameters
+    ----------
+    inputs : sequence of Tensor
+        All that the call is given. No two share memory: see `without_overlap`.
+
+    Attributes
+    ----------
+    buffers : list of Buffer
+        The inputs, then what the call allocates.
+    events : list of Event
+    num_inputs : int
+    peak : int
+        The most bytes that the call's own allocations had at one time, less those of inputs that were freed.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.buffers: list[Buffer] = []
+        self.events: list[Event] = []
+        self.peak, self._live, self._why = 0, 0, ""
+        self.num_inputs, self._device = len(inputs), inputs[0].device
+        self._places: list[_Place] = []
+        for tensor in inputs:
+            self._add(tensor)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._bury()
+        found = function(*args, **(kwargs or {}))
+        results, _ = tree_flatten(found)
+        if all(isinstance(result, Tensor) and result.device == self._device for result in results):
+            self._note(function, args, kwargs or {}, results)
+        else:
+            self._refuse(f"{function} has a result for the host")
+        return found
+
+    def _note(self, function: Any, args: Any, kwargs: Any, results: Sequence[Tensor]) -> None:
+        """Note an operation, unless it makes a view."""
+        new = [result for result in results if result.nbytes and self._place_of(result.data_ptr()) is None]
+        if function in ALLOCATIONS:
+            for tensor in new:
+                self._add(tensor, _allocation(tensor))
+        elif function is aten.full.default and all(tensor.numel() == 1 for tensor in new):
+            for tensor in new:
+                self._add(tensor).constant = tensor
+        elif new or function._schema.is_mutable:
+            args, kwargs = self._views((args, kwargs))
+            fresh = {id(tensor) for tensor in new}
+            numbers = tuple(self._add(result).number if id(result) in fresh else None for result in results)
+            self.events.append(Operation(function, args, kwargs, numbers))
+        self._live += sum(in_blocks(tensor.nbytes) for tensor in new)
+        self.peak = max(self.peak, self._live)
+
+    def launched(
+        self,
+        module: Any,
+        kernel: str,
+        sizes: tuple[tuple[int, int, int], tuple[int, int, int], int],
+        arguments: dict[str, Any],
+        values: Sequence[Any],
+    ) -> None:
+        """Note a launch: the ``arguments`` by name, and as the driver was given them."""
+        self._bury()
+        parameters = module.source.kernels[kernel]
+        found: list[Any] = []
+        for parameter, value in zip(parameters, values, strict=True):
+            if parameter.pointer:
+                found.append(self._pointer(value, parameter.writable))
+            elif parameter.dtype == TENSOR_MAP:
+                encoded = arguments[parameter.name]
+                pointer = self._pointer(encoded.layout.address)
+                found.append(MapOf(pointer, encoded.layout, encoded.box) if isinstance(pointer, Pointer) else 0)
+            else:
+                found.append(value)
+        function = module.handle(kernel, sizes[2])
+        self.events.append(Launch(kernel, function, *sizes, parameters, tuple(found)))
+
+    def view(self, tensor: Tensor) -> View:
+        """Return what finds a tensor of the recorded call in a later step.
+
+        Raises
+        ------
+        NoPlan
+            If it lies in no buffer of the call.
+        """
+        place = self._place_of(tensor.data_ptr())
+        if place is None or place.buffer.dtype != tensor.dtype:
+            raise NoPlan(f"a tensor of shape {tuple(tensor.shape)} is neither an input nor allocated by the call")
+        first, rest = divmod(tensor.data_ptr() - place.begin, tensor.itemsize)
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if (first, shape, strides) == (0, place.buffer.shape, place.buffer.strides):
+            return View(place.buffer.number, None)
+        return View(place.buffer.number, (shape, strides, first))
+
+    def freed(self) -> set[int]:
+        """Numbers of the buffers that have been freed."""
+        self._bury()
+        return {buffer.number for buffer in self.buffers} - {place.buffer.number for place in self._places}
+
+    def check(self) -> None:
+        """Raise NoPlan if something cannot be replayed."""
+        if self._why:
+            raise NoPlan(self._why)
+
+    def _refuse(self, why: str) -> None:
+        self._why = self._why or why
+
+    def _views(self, value: Any) -> Any:
+        """The arguments of an operation with a `View` in place of each tensor."""
+        try:
+            return tree_map_only(Tensor, self.view, value)
+        except NoPlan as why:
+            self._refuse(str(why))
+            return (), {}
+
+    def _pointer(self, address: int, writable: bool = False) -> Pointer | int:
+        """Where an address lies; that of an empty array, 0, stays as it is."""
+        place = self._place_of(address)
+        if place is not None:
+            if writable and place.buffer.constant is not None:
+                self._refuse("a kernel writes to a constant")
+            return Pointer(place.buffer.number, address - place.begin)
+        if address:
+            self._refuse(f"a kernel was given the address {address}, which the call neither was given nor allocated")
+        return 0
+
+    def _add(self, tensor: Tensor, make: Callable[[], Tensor] | None = None) -> Buffer:
+        layout = tuple(tensor.shape), tensor.stride()
+        buffer = Buffer(len(self.buffers), tensor.nbytes, make, *layout, tensor.dtype)
+        self.buffers.append(buffer)
+        self._places.append(_Place(buffer, tensor))
+        return buffer
+
+    def _place_of(self, address: int) -> _Place | None:
+        return next((place for place in self._places if place.holds(address) and not place.gone), None)
+
+    def _bury(self) -> None:
+        """Take what was freed since the last look from the live bytes."""
+        for place in self._places:
+            if place.gone:
+                self._live -= in_blocks(place.buffer.nbytes)
+        self._places = [place for place in self._places if not place.gone]
+
+
+def _allocation(tensor: Tensor) -> Callable[[], Tensor]:
+    """What allocates such a tensor again."""
+    layout = tuple(tensor.shape), tensor.stride()
+    return functools.partial(torch.empty_strided, *layout, dtype=tensor.dtype, device=tensor.device)
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+current = _recorder.get  # the recorder of this thread, which each launch tells of itself
+
+
+@contextmanager
+def recording(inputs: Sequence[Tensor]) -> Iterator[Recorder]:
+    """Context in which this thread's launches and operations are recorded."""
+    recorder = Recorder(inputs)
+    del inputs  # which the call may free
+    token = _recorder.set(recorder)
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        _recorder.reset(token)
+
+
+def without_overlap(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, with a copy of each that shares memory with one before it: an address then says which it is."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        begin, end = _ends(tensor)
+        shared = any(begin < last and first < end for first, last in map(_ends, found))
+        found.append(tensor.clone() if shared else tensor)
+    return found
+
+
+def _ends(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
