@@ -6,7 +6,7 @@ Matplotlib.
 
 import typer
 
-from moeblaze_ref.cli import bench, check, course, doctor, lab, league, lm, memory, paper, place, plan
+from moeblaze_ref.cli import bench, check, course, doctor, lab, league, lm, memory, paper, place, plan, replay
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -29,6 +29,8 @@ for command in (
     lm.evidence,
     lm.trace,
     place.place,
+    replay.replay,
+    replay.shift,
     lm.demo,
 ):
     app.command()(command)

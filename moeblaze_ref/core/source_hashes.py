@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     PLAN: ("plan/*.py",),
 }
 # Files that run a command or show what it measured.
-SHOWN = {"bench.py", "document.py", "findings.py", "plots.py", "report.py"}
+SHOWN = {"bench.py", "document.py", "findings.py", "plots.py", "report.py", "time_document.py", "time_tables.py"}
 MEASURED = (CUDA, LAYERS)  # what most commands measure
 OF_BACKEND = {"numpy": NUMPY, "numba": NUMBA, "simt": CUDA, "cuda": CUDA}
 

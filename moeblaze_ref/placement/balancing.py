@@ -34,7 +34,7 @@ def balanced(counts: np.ndarray, held: np.ndarray) -> np.ndarray:
     -----
     The shares are whole numbers only by chance: a dispatch rounds them.
     """
-    checks.check_array("held", held, 2, ("bool",))
+    checks.check_array("held", held, 2, ("bool",), contiguous=False)
     counts = np.asarray(counts, np.float64)
     checks.check_shape("counts", counts, {"E": held.shape[0]})
     wrong = ~(np.isfinite(counts) & (counts >= 0))

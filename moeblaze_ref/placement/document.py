@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from moeblaze_ref.core import documents, figures, records
 from moeblaze_ref.core.drawing import heading
 from moeblaze_ref.core.paths import DOCS
-from moeblaze_ref.placement import findings, plots
+from moeblaze_ref.placement import findings, plots, time_document
 
 PAGES = (
     DOCS / "placement.md",
@@ -21,6 +21,7 @@ PAGES = (
     DOCS / "placement_dedup.md",
     DOCS / "placement_copies.md",
     DOCS / "placement_sizes.md",
+    DOCS / "placement_over_time.md",
 )
 KEYS = ("rows", "splits", "curve", "device", "versions", "commit")
 RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in ("gptoss20b", "lm_small", "32x8", "scale")}
@@ -53,7 +54,7 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     blocks: dict[str, Callable[[], str]] = {kind: partial(_block, path) for kind, path in paths.items()}
     blocks |= {kind: partial(_home, path, findings.home) for kind, path in HOME_RECORDS.items()}
     blocks |= {kind: partial(_home, path, findings.copies) for kind, path in COPIES_RECORDS.items()}
-    blocks |= {"growth": _growth}
+    blocks |= {"growth": _growth} | time_document.blocks()
     keys = ("gpus", "d", "h", *findings.CONSTANTS)
     return documents.fill(text, blocks | {"constants": lambda: findings.constants(records.read(MEASURED, keys))})
 
@@ -113,6 +114,7 @@ def write():
             figures.save(picture(found), documents.picture_of(path).parent, path.stem, force=True)
     if large := sizes():
         figures.save(plots.growth(large), DOCS / "images", GROWTH, force=True)
+    time_document.draw()
 
 
 if __name__ == "__main__":

@@ -206,6 +206,14 @@ def of_place(done):
     ]
 
 
+def of_a_stream(done):
+    run, routed = progress.run_with_bar, synthetic_trace(64, 2, 4, 1)
+    return [
+        patch.object(traces, "load", lambda path: routed),
+        patch.object(progress, "run_with_bar", lambda *of: done.append(1) or run(*of)),
+    ]
+
+
 def of_several_gpus(done):
     ranks = SimpleNamespace(rank=0, size=2, clock=SimpleNamespace(torch_device=SimpleNamespace(type="cpu")))
     on = SimpleNamespace(token_s=1.0, bandwidth=np.ones((2, 2)))
@@ -310,6 +318,8 @@ def figure_of_loss():
 
 
 PLACE = ("place", "--synthetic", "2x4x1", "--gpus", "2", "--method", "contiguous", "--splits", "0")
+REPLAY = ("replay", "--trace", "t", "--gpus", "2", "--method", "greedy", "--batch", "8", "--window", "8")
+SHIFT = ("shift", "--trace", "t", "--gpus", "2", "--by", "third", "--method", "greedy", "--seeds", "1")
 COMMANDS = {
     "check": Command(("check", "--backend", "numpy", "--record"), provenance.load, of_check),
     "check --kernel": Command(
@@ -324,6 +334,9 @@ COMMANDS = {
     ),
     "evidence": Command(("evidence", "replayed", "--json", "--record"), provenance.load, of_evidence),
     "trace": Command(("trace", "--checkpoint", __file__, "--device", "cpu", "--out"), traces.load, of_trace),
+    "replay --record": Command((*REPLAY, "--record"), provenance.load, of_a_stream),
+    "replay --plots": Command((*REPLAY, "--plots"), figures._check_picture, of_a_stream, "load_by_batch.png"),
+    "shift --record": Command((*SHIFT, "--record"), provenance.load, of_a_stream),
     "place --out": Command((*PLACE, "--out"), maps.load, of_place),
     "place --record": Command((*PLACE, "--record"), provenance.load, of_place),
     "place --plots": Command((*PLACE, "--plots"), figures._check_picture, of_place, "load_by_gpu.png"),
@@ -492,6 +505,7 @@ COLLISIONS = {
     "place: a picture": (PLACE, of_place, ("--out", "plots/load_by_gpu.png"), ("--plots", "plots")),
     "place: the pictures' folder": (PLACE, of_place, ("--record", "plots"), ("--plots", "plots")),
     "place: a pipe": (PLACE, of_place, ("--out", "pipe"), ("--record", "pipe")),
+    "replay: a picture": (REPLAY, of_a_stream, ("--record", "plots/load_by_batch.png"), ("--plots", "plots")),
     "evidence: a log": (EVIDENCE_OF_CURVES, of_evidence, ("--record", "runs/moeblaze/log.jsonl"), ("--out", "runs")),
     "evidence: the runs' folder": (EVIDENCE_OF_CURVES, of_evidence, ("--record", "runs"), ("--out", "runs")),
     "paper: a picture": (PAPER, of_paper, ("--record", "plots/moeblaze-fig4_H100.png"), ("--plots", "plots")),
@@ -663,8 +677,13 @@ def test_the_records_of_the_documentation_name_their_commands():
     for path in (DOCS / "results").glob("*.json"):
         found = records.read(path, ())
         if "kind" in found or ("code" in found and "runs" not in found):
-            named = f"evidence {found['kind']}" if "kind" in found else NAMES_OF_RECORDS[path.name.split("_")[0]]
+            named = f"evidence {found['kind']}" if "kind" in found else name_of_record(path.name)
             provenance.load_of(named, path)
+
+
+def name_of_record(file: str) -> str:
+    """The command of the longest beginning of a file's name that is known."""
+    return NAMES_OF_RECORDS[max((name for name in NAMES_OF_RECORDS if file.startswith(f"{name}_")), key=len)]
 
 
 NAMES_OF_RECORDS = {
@@ -674,6 +693,8 @@ NAMES_OF_RECORDS = {
     "ep": "parallel.bench",
     "gradients": "check --gradients",
     "place": "place",
+    "place_time": "replay",
+    "place_time_shift": "shift",
     "league": "league",
     "plan": "plan.measure",
     "sanitize": "sanitize",

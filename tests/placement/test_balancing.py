@@ -53,6 +53,11 @@ def test_tokens_move_along_a_chain_of_copies():
     np.testing.assert_allclose(served.sum(axis=0), [45, 45, 30, 0], atol=0.1)
 
 
+def test_a_map_may_lie_in_memory_in_any_order():
+    counts, held = drawn(0, 0.2)
+    np.testing.assert_array_equal(balanced(counts, np.asfortranarray(held)), balanced(counts, held))
+
+
 def test_experts_with_one_copy_stay():
     held = np.array([[True, False], [False, True], [True, True]])
     np.testing.assert_allclose(balanced(np.array([7, 1, 2]), held), [[7, 0], [0, 1], [0, 2]])
