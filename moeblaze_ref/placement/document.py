@@ -31,6 +31,8 @@ SIZES = tuple(f"{model}_{gpus}" for model in ("v3", "k2") for gpus in (64, 128, 
 SMALLER = ("layers_64", "experts_64")  # half of DeepSeek-V3's layers, and of its experts
 HOME_RECORDS = {kind: DOCS / "results" / f"place_dedup_{kind}.json" for kind in HOME + SIZES + SMALLER}
 COPIES_RECORDS = {f"copies_{on}": DOCS / "results" / f"place_copies_gptoss_{on}.json" for on in ("8", "16", "2x8")}
+# MoETuner's one node and two, as four ranks.
+ITS_RECORDS = {f"its_{on}": DOCS / "results" / f"place_moetuner_{on}.json" for on in ("one_node", "two_nodes")}
 GROWTH = "place_dedup_growth"
 GROWN = "Two panels, time of the search and peak memory against GPUs, a line a model"
 MEASURED = DOCS / "results" / "ep_h200x2_gptoss.json"  # of parallel.bench
@@ -54,6 +56,7 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     blocks: dict[str, Callable[[], str]] = {kind: partial(_block, path) for kind, path in paths.items()}
     blocks |= {kind: partial(_home, path, findings.home) for kind, path in HOME_RECORDS.items()}
     blocks |= {kind: partial(_home, path, findings.copies) for kind, path in COPIES_RECORDS.items()}
+    blocks |= {kind: partial(_home, path, findings.saved_by_each) for kind, path in ITS_RECORDS.items()}
     blocks |= {"growth": _growth} | time_document.blocks()
     keys = ("gpus", "d", "h", *findings.CONSTANTS)
     return documents.fill(text, blocks | {"constants": lambda: findings.constants(records.read(MEASURED, keys))})
@@ -87,7 +90,7 @@ def _block(path: Path) -> str:
 
 
 def _home(path: Path, described: Callable[[findings.Found], str]) -> str:
-    """Return the table of a record of tokens that come home, and its origin; empty without a record."""
+    """Return what is said of a record, and its origin; empty without a record."""
     if not path.exists():
         return ""
     found = load(path)

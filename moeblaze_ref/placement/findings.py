@@ -1,7 +1,7 @@
 """What a record of `moeblaze place` says, in Markdown, for the pages on placement."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moeblaze_ref.core.documents import table
@@ -132,13 +132,20 @@ def beside_joint(found: Found) -> str:
     return f"{table(names, lines)}\n\nBy the median step on the held-out halves, {who}."
 
 
-def saved(found: Found) -> str:
+def saved(found: Found, methods: Iterable[str] = SEARCHED) -> str:
     """The modelled times beside contiguous placement's: medians over the splits."""
-    lines = []
-    for method in SEARCHED:
-        shares = [1 - _median(found, method, name) / _median(found, MEGATRON, name) for name in TAILS]
-        lines.append([f"`{method}`", *(f"{share:.1%}" for share in shares)])
+    lines = [[f"`{method}`", *(f"{share:.1%}" for share in less(found, method).values())] for method in methods]
     return table(["by the model, less than contiguous by", *TAILS.values()], lines)
+
+
+def saved_by_each(found: Found) -> str:
+    """The table of `saved` for all other methods of a record."""
+    return saved(found, [row["method"] for row in found["rows"] if row["method"] != MEGATRON])
+
+
+def less(found: Found, method: str) -> dict[str, float]:
+    """The share by which each modelled time is less than contiguous placement's, by its name in ``TAILS``."""
+    return {name: 1 - _median(found, method, name) / _median(found, MEGATRON, name) for name in TAILS}
 
 
 def scale(found: Found) -> str:

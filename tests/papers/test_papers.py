@@ -4,8 +4,10 @@ import io
 import json
 import math
 import re
+import statistics
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -40,6 +42,7 @@ from moeblaze_ref.papers.capacities import VARIANTS
 from moeblaze_ref.papers.claims import Mistake, PrintedNumber, Verdict, compared, exactly, measured, more_than, stated
 from moeblaze_ref.papers.item import function
 from moeblaze_ref.papers.results import Recorded
+from moeblaze_ref.placement import document as placed
 
 # Each equation with a number, each table and each figure of the three papers for which there is a number.
 IDS = """
@@ -510,14 +513,33 @@ def test_without_our_trace_the_rows_say_so(monkeypatch):
     found = by("printed", "megablocks-fig2", Recorded([]))
     for printed in ("over 2x the MoE arithmetic", "as high as 11"):
         assert (found[printed].verdict, found[printed].why) == (Verdict.NOT_MEASURED, traced.MISSING)
+    monkeypatch.setattr(moetuner, "ITS_RECORDS", {"its_one_node": Path("nowhere.json")})
     assert {row.ours for row in items.ITEMS["moetuner-measured"].rows(Recorded([]))} == {""}
 
 
 def test_moetuners_tails_and_means_are_modelled(rows):
-    ours = {row.printed: row.ours for row in rows if row.item == "moetuner-measured"}
-    for printed in ("-36%, -27%", "-34.8%, -22.5%", "-36.3%, -30.5%", "-35.4%, -24.7%"):
-        assert re.search(r"4 GPUs of one node: [+-]\d+\.\d%", ours[printed]), printed
-    assert "+0.0%" in ours["-34.8%, -22.5%"], "no map changes the sum of the tokens"
+    ours = {row.what: row.ours for row in rows if row.item == "moetuner-measured"}
+    for what in ("tail of token processing", "mean of token processing", "tail of all-to-all", "mean of all-to-all"):
+        assert re.search(r"4 GPUs of one node: [+-]\d+\.\d%", ours[f"{what}, one node, two nodes"]), what
+    assert "+0.0%" in ours["mean of token processing, one node, two nodes"], "no map changes the sum of the tokens"
+
+
+def test_its_nodes_are_modelled_with_the_loads_of_its_model(rows):
+    ours = {row.what: row.ours for row in rows if row.item == "moetuner-measured"}
+    found = [placed.load(path) for path in placed.ITS_RECORDS.values()]
+    of_steps, of_pairs = (
+        [1 - median(one, "moetuner", name) / median(one, "contiguous", name) for one in found]
+        for name in ("step_ms", "transfer_tail_ms")
+    )
+    assert [ours[f"end to end, {on}"] for on in ("one node", "two nodes")] == [
+        f"modelled with Mixtral-8x7B's loads on MMLU: {share:.1%}" for share in of_steps
+    ]
+    changes = ", ".join(f"{-share:+.1%}" for share in of_pairs)
+    assert ours["this tail, modelled for these nodes"] == f"modelled with Mixtral-8x7B's loads on MMLU: {changes}"
+
+
+def median(found, method, name):
+    return statistics.median(trial[name] for trial in found["splits"] if trial["method"] == method)
 
 
 def test_needed_factors_are_the_fullest_experts():

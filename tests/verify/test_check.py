@@ -360,14 +360,14 @@ def test_a_loss_kept_from_the_first_step_fails(stage, backend, loss, monkeypatch
 @pytest.mark.parametrize("layer", ["torch_layer", "torch_sequential"])
 def test_a_loss_that_a_torch_layer_keeps_fails(layer, loss, monkeypatch):
     kind = SYSTEMS[comparisons.TORCH_LAYERS[layer].system]
-    run, kept = kind._run, []
+    launch, kept = kind.launch, []
 
     def faulty(self, *arguments):
-        result = run(self, *arguments)
+        result = launch(self, *arguments)
         kept.append(getattr(result, loss).detach())
         return result._replace(**{loss: kept[0] + 0.0 * getattr(result, loss)})
 
-    monkeypatch.setattr(kind, "_run", faulty)
+    monkeypatch.setattr(kind, "launch", faulty)
     forward, _ = rows_of_layer(layer)
     assert not forward.ok
 
