@@ -59,7 +59,7 @@ def replay(
     with user_errors():
         records.check_distinct({"--record": [record], "--plots": figures.pictures(plots, [PICTURE])})
         routed, costs = traces.load(trace), _costs(topology, gpus, d, h)
-        options = _options(routed, costs)
+        options = _options(routed, costs, method)
         stream = Stream(routed, costs, 3 * d * h * 2, batch, window)
         every = [_tokens(text) for text in each_name(rebalance)]
         work = over_time.stream_jobs(stream, method or METHODS, every, each_name(dispatch) or (RULE,), options)
@@ -107,7 +107,7 @@ def shift(
 
     with user_errors():
         routed, costs = traces.load(trace), _costs(topology, gpus, d, h)
-        options = _options(routed, costs)
+        options = _options(routed, costs, method)
         work = over_time.shift_jobs(routed, by, each_name(kinds), method or METHODS, seeds, costs, options)
         if record:
             provenance.check_place(record, "shift", force)
@@ -135,13 +135,15 @@ def _costs(topology, gpus, d, h):
     return costs
 
 
-def _options(routed, costs):
-    """The methods' options, which fit the trace."""
+def _options(routed, costs, method):
+    """The methods' options, which fit the trace; no method is too large for it."""
     from moeblaze_ref.placement import maps, methods
 
     maps.check_gpus(costs.on.num_gpus, routed.num_experts)
     options = methods.Options(costs=costs)
     options.check_fits(routed.num_experts, costs.on.num_gpus)
+    for reason in methods.not_tried(methods.named(method or METHODS), routed, costs.on.num_gpus).values():
+        raise ValueError(reason)
     return options
 
 

@@ -1,4 +1,4 @@
-"""Counts of tokens an expert, where nobody recorded which experts a token chose.
+"""Counts of tokens an expert, without the choices of each token.
 
 They are enough for the methods that look at loads alone. What a runtime sends depends on the choices of each token, so
 D, N, crossings and steps stay unknown.

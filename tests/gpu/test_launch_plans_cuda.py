@@ -172,7 +172,7 @@ def test_two_streams():
     for _ in range(4):
         for stream in streams:
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(10_000_000)  # whoever does not wait for this stream reads x before it is written
+                torch.cuda._sleep(10_000_000)  # a step that does not wait for this stream reads x too early
                 found = step(layer, (2 * x.detach() / 2).requires_grad_())
             stream.synchronize()
             assert all_equal(found, expected)

@@ -119,7 +119,7 @@ def test_copies_by_hand_under_each_dispatch():
 
 def test_a_balanced_batch_leaves_single_copies_where_they_are():
     batch = routed([0], [0], [0], [1], num_experts=3)
-    copies = copied([0], [0, 1], [0, 1])  # nobody uses expert 2
+    copies = copied([0], [0, 1], [0, 1])  # no token uses expert 2
     seen = replaying.observe(batch, copies, COSTS, "balanced")
     assert seen.load == pytest.approx(1.5) and seen.distinct_gpus == pytest.approx(1.0)
 
@@ -348,6 +348,13 @@ SHORT = ("--batch", 40, "--window", 80)
 )
 def test_commands_that_are_refused_in_one_line(file, words, message):
     assert message in run(words[0], "--trace", file, *words[1:], code=2)
+
+
+@pytest.mark.parametrize("command", ["replay", "shift"])
+def test_a_method_that_is_too_large_is_refused_before_it_runs(file, command, monkeypatch):
+    monkeypatch.setitem(methods.LARGEST, "joint", (1, "it solves programs"))
+    said = run(command, "--trace", file, "--gpus", 2, "--method", "greedy,joint", code=2)
+    assert "joint is not tried on 2 GPUs, but on at most 1: it solves programs" in said
 
 
 # The page -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Launch plans: what a step asks of a device, recorded once and sent again with no Python between the launches.
+"""Launch plans: the launches of a step are recorded once, and a C function sends them again.
 
 The launches of a step are the same in every step of the same shapes, dtypes and options: only addresses differ. The
 `Recorder` notes the launches, the operations of torch's and the allocations of one call. A `Plan` replays them: each

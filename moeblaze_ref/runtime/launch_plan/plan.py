@@ -51,7 +51,7 @@ class Plan:
         Parameters
         ----------
         inputs : list of Tensor
-            Emptied, so that an input is freed where the recorded call freed it, if nobody else has it.
+            Emptied, so that an input without another reference is freed where the recorded call freed it.
         stream : int
             Address of a CUDA stream.
         """
