@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from over_simt import ENCODE, LAUNCH
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeblaze_ref.runtime.declarations import TENSOR_MAP, Parameter
 from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, recording, without_overlap
@@ -231,6 +232,30 @@ def test_a_result_that_no_launch_touches_is_allocated():
     plan, _ = recorded(lambda x: [torch.empty(3, 2)], torch.zeros(4))
     (result,) = plan.run([torch.zeros(4)], 0)
     assert result.shape == (3, 2)
+
+
+def test_an_input_that_the_call_frees_and_never_reads_is_freed_before_the_first_launch():
+    def call(tensors):
+        x = tensors[0]
+        tensors.clear()
+        return launch_on(x)
+
+    tensors = [torch.zeros(4), torch.zeros(1024)]
+    with recording(tensors[:]) as recorder:
+        results = call(tensors)
+    found = []
+
+    class Watching(CopyDriver):
+        def _launch(self, *launch):
+            found.append(unread.expired())
+            return super()._launch(*launch)
+
+    pretended = Watching()
+    plan = Plan(recorder, results, torch.device("cpu"), pretended.driver)
+    inputs = [torch.ones(4), torch.zeros(1024)]
+    unread = StorageWeakRef(inputs[1].untyped_storage())
+    (out,) = plan.run(inputs, 0)
+    assert torch.equal(out, torch.ones(4)) and found == [True]
 
 
 def test_inputs_that_share_memory_are_told_apart():

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.runtime.launch_plan.events import Buffer, Launch, Operation, over
+from moeblaze_ref.runtime.launch_plan.events import Buffer, Launch, Operation, in_blocks, over
 from moeblaze_ref.runtime.launch_plan.recorder import Recorder
 from moeblaze_ref.runtime.launch_plan.schedule import Lives, Part, Scheduler
 from moeblaze_ref.runtime.launch_plan.sender import Driver, Sender
@@ -40,7 +40,9 @@ class Plan:
         self._results = [None if tensor is None else recorder.view(tensor) for tensor in results]
         lasting = {view.buffer for view in self._results if view} | {*range(recorder.num_inputs)} - recorder.freed()
         lives = Lives(recorder.events, lasting)
-        parts = Scheduler(recorder.events, recorder.buffers, recorder.num_inputs, lives, recorder.peak).parts()
+        self._unread = [number for number in range(recorder.num_inputs) if number not in lives.last]
+        peak = recorder.peak + sum(in_blocks(recorder.buffers[number].nbytes) for number in self._unread)
+        parts = Scheduler(recorder.events, recorder.buffers, recorder.num_inputs, lives, peak).parts()
         self._parts = [_ready(part, recorder.buffers, device, driver) for part in parts]
         self._constants: Tensors = [buffer.constant for buffer in recorder.buffers[recorder.num_inputs :]]
         self._unused = _makers(lasting - lives.first.keys(), recorder.buffers)
@@ -57,6 +59,8 @@ class Plan:
         """
         tensors = inputs + self._constants
         inputs.clear()
+        for number in self._unread:  # the recorded call freed it, and nothing reads it
+            tensors[number] = None
         for part in self._parts:
             for number, make in part.makers:
                 tensors[number] = make()
