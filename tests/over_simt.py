@@ -1,7 +1,8 @@
 """A pretended CUDA device for launch plans: torch tensors on the CPU, and kernels that the SIMT executor runs.
 
-Its driver is two C functions of Python's making: "cuLaunchKernel" runs the kernel, "cuTensorMapEncodeTiled" writes the
-SIMT executor's map. So a plan is sent by the package's own C function, and gives real results.
+Its driver is three C functions of Python's making: "cuLaunchKernel" runs the kernel, "cuTensorMapEncodeTiled" writes
+the SIMT executor's map, and "cublasGemmEx" asks torch. So a plan is sent by the package's own C function, and gives
+real results.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import threading
 
 import torch
 
-from moeblaze_ref.runtime.launch_plan.sender import DTYPES, Driver
+from moeblaze_ref.runtime.launch_plan.sender import DTYPES, PRODUCT_DTYPES, Driver
 from moeblaze_ref.runtime.parameters import ParameterMemory
 from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.runtime.simt.executor import Dim, SimtLaunch, _array_type, _Buffer
@@ -26,6 +27,46 @@ _U64, _U32 = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
 ENCODE = ctypes.CFUNCTYPE(
     ctypes.c_int, _P, ctypes.c_int, ctypes.c_uint32, _P, _U64, _U64, _U32, _U32, *[ctypes.c_int] * 4
 )
+
+
+MULTIPLY = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    _P,
+    *[ctypes.c_int] * 5,
+    _P,
+    _P,
+    *[ctypes.c_int] * 2,
+    _P,
+    *[ctypes.c_int] * 2,
+    _P,
+    _P,
+    *[ctypes.c_int] * 4,
+)
+HANDLE = 4711
+PRODUCT_TYPES = {code: getattr(torch, name) for name, code in PRODUCT_DTYPES.items()}
+
+
+def multiply(handle, left_op, right_op, m, n, k, alpha, left, left_dtype, left_leading, right, *rest):
+    """A "cublasGemmEx" that asks torch for the product: columns of the one are rows of the other."""
+    right_dtype, right_leading, beta, out, out_dtype, out_leading, compute, algorithm = rest
+    assert handle == HANDLE
+    assert (ctypes.c_float.from_address(alpha).value, compute, algorithm, out_leading) == (1.0, 68, 99, m)
+    assert (left_leading, right_leading) == (k if left_op else m, n if right_op else k)
+    one = _tensor_at(left, left_dtype, (m, k) if left_op else (k, m))
+    other = _tensor_at(right, right_dtype, (k, n) if right_op else (n, k))
+    result = _tensor_at(out, out_dtype, (n, m))
+    factors = other.T if right_op else other, one.T if left_op else one
+    if ctypes.c_float.from_address(beta).value:
+        result.addmm_(*factors)
+    else:
+        result.copy_(torch.mm(*factors))
+    return 0
+
+
+def _tensor_at(address, dtype, shape):
+    dtype = PRODUCT_TYPES[dtype]
+    memory = (ctypes.c_char * (shape[0] * shape[1] * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class SimtTensors(TorchExecutor):
@@ -49,9 +90,9 @@ class SimtTensors(TorchExecutor):
         self.is_capturing, self.current_stream = False, threading.local()
         self.load = functools.cache(self._load)
         self._entries, self._numbers = {}, itertools.count(1)
-        self._launch, self._encode = LAUNCH(self._run_sent), ENCODE(self._encode_sent)
-        addresses = (ctypes.cast(function, _P).value for function in (self._launch, self._encode))
-        self._driver = Driver(*addresses)
+        self._functions = LAUNCH(self._run_sent), ENCODE(self._encode_sent), MULTIPLY(multiply)
+        addresses = (ctypes.cast(function, _P).value for function in self._functions)
+        self._driver = Driver(*addresses, lambda: HANDLE)
 
     @property
     def driver(self):

@@ -77,11 +77,16 @@ class GpuExecutor(TorchExecutor):
         return encode(layout, box).tobytes()
 
     @functools.cached_property
-    def driver(self) -> Driver:
-        """The functions of the CUDA driver that send a launch plan."""
+    def driver(self) -> Driver | None:
+        """The functions of the CUDA driver and of cuBLAS that send a launch plan; None without torch's cuBLAS."""
         library = ctypes.CDLL("libcuda.so.1")
-        functions = library.cuLaunchKernel, library.cuTensorMapEncodeTiled
-        return Driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
+        try:
+            blas = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")  # torch has loaded it
+        except OSError:
+            return None
+        functions = library.cuLaunchKernel, library.cuTensorMapEncodeTiled, blas.cublasGemmEx
+        launch, encode_tiled, multiply = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+        return Driver(launch, encode_tiled, multiply, torch.cuda.current_blas_handle)
 
     def stream(self) -> int:
         """Address of torch's current stream."""

@@ -7,12 +7,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from over_simt import ENCODE, LAUNCH
+from over_simt import ENCODE, HANDLE, LAUNCH, MULTIPLY, multiply
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeblaze_ref.runtime.declarations import TENSOR_MAP, Parameter
 from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, recording, without_overlap
-from moeblaze_ref.runtime.launch_plan.events import Buffer, Launch, MapOf, Operation, Pointer, View, in_blocks
+from moeblaze_ref.runtime.launch_plan.events import (
+    Buffer,
+    Launch,
+    MapOf,
+    Matrix,
+    Operation,
+    Pointer,
+    Product,
+    View,
+    in_blocks,
+)
 from moeblaze_ref.runtime.launch_plan.recorder import current
 from moeblaze_ref.runtime.launch_plan.schedule import Lives, Scheduler, packed
 from moeblaze_ref.runtime.launch_plan.sender import Driver, Sender
@@ -28,17 +38,22 @@ class PretendedDriver:
 
     def __init__(self, sizes, status=0):
         self.launches, self.maps, self._sizes, self._status = [], [], sizes, status
-        self._functions = LAUNCH(self._launch), ENCODE(self._encode)
+        self.products = 0
+        self._functions = LAUNCH(self._launch), ENCODE(self._encode), MULTIPLY(self._multiply)
 
     @property
     def driver(self):
-        return Driver(*(ctypes.cast(function, ctypes.c_void_p).value for function in self._functions))
+        return Driver(*(ctypes.cast(function, ctypes.c_void_p).value for function in self._functions), lambda: HANDLE)
 
     def _launch(self, function, gx, gy, gz, bx, by, bz, shared_bytes, stream, parameters, extra):
         values = [ctypes.string_at(parameters[i], size) for i, size in enumerate(self._sizes[len(self.launches)])]
         assert all(parameters[i] % 64 == 0 for i in range(len(values)))
         self.launches.append(((function, (gx, gy, gz), (bx, by, bz), shared_bytes, stream), values))
         return self._status
+
+    def _multiply(self, *how):
+        self.products += 1
+        return multiply(*how) or self._status
 
     def _encode(self, into, dtype, rank, address, extents, pitches, box, steps, *how):
         asked = dtype, address, extents[:rank], pitches[: rank - 1], box[:rank], steps[:rank], how
@@ -226,6 +241,40 @@ def test_a_plan_replays_launches_and_operations_in_order():
         second, nothing, part, same = plan.run(inputs, 0)
         assert torch.equal(second, number + torch.arange(4.0)) and nothing is None and same is x and not inputs
         assert torch.equal(part, number + torch.tensor([2.0, 3.0]))
+
+
+def products(x, y, copy):
+    """Products of x (5, 4) and y (4, 3), with each factor as it lies or transposed, between two copies."""
+    x_t, y_t = x.view(4, 5).T, y.view(3, 4).T
+    found = [torch.mm(one, other) for one in (x, x_t) for other in (y, y_t)]
+    first = copy(x.view(-1)[:8].view(torch.float32))
+    grown = torch.mm(found[0].T, found[1])
+    second = copy(first)
+    return [*found, grown.addmm_(y.T, y.view(4, 3)), second]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_stand_among_the_launches_and_each_factor_may_be_transposed(dtype):
+    def numbers(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 4), (4, 3))]
+
+    plan, pretended = recorded(lambda x, y: products(x, y, lambda array: launch_on(array)[0]), *numbers(0))
+    assert len(plan._parts) == 1
+    for seed in (1, 2):
+        found = plan.run(numbers(seed), 0)
+        expected = products(*numbers(seed), torch.clone)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert pretended.products == 12 and len(pretended.launches) == 4
+
+
+def test_a_product_that_cublas_refuses_raises():
+    pretended = PretendedDriver([], status=13)
+    matrix = Matrix(Pointer(0, 0), False, 8, "bfloat16")
+    product = Product(matrix, matrix, matrix, (8, 8, 8), False)
+    memory = torch.zeros(8, 8, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="the driver refused one of the kernels cublasGemmEx: error 13"):
+        Sender([product], {0: (0, 0)}, 1, pretended.driver).send([memory.data_ptr()], 0)
 
 
 def test_a_result_that_no_launch_touches_is_allocated():

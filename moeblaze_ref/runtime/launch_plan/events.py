@@ -94,6 +94,32 @@ class Launch:
                 yield argument.pointer.buffer
 
 
+class Matrix(NamedTuple):
+    """A matrix of a product: its rows follow one another in memory, or its columns do."""
+
+    pointer: Pointer
+    columns: bool  # its columns follow one another
+    leading: int  # elements of one row, or of one column
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Product:
+    """One dense product, by cuBLAS: out (M, N) is left (M, K) times right (K, N), or grows by it."""
+
+    left: Matrix
+    right: Matrix
+    out: Matrix
+    sizes: tuple[int, int, int]  # M, N and K
+    grows: bool
+
+    name = "cublasGemmEx"
+
+    def buffers(self) -> Iterator[int]:
+        """Numbers of the buffers that it reads or writes."""
+        yield from (matrix.pointer.buffer for matrix in (self.left, self.right, self.out))
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation of torch's; tensors among the arguments are `View`."""
@@ -109,7 +135,8 @@ class Operation:
         yield from (view.buffer for view in _views((self.args, tuple(self.kwargs.values()))))
 
 
-Event = Launch | Operation
+Sent = Launch | Product  # by the C function
+Event = Sent | Operation
 
 
 def _views(value: Any) -> Iterator[View]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.runtime.launch_plan.events import Buffer, Launch, Operation, in_blocks, over
+from moeblaze_ref.runtime.launch_plan.events import Buffer, Operation, in_blocks, over
 from moeblaze_ref.runtime.launch_plan.recorder import Recorder
 from moeblaze_ref.runtime.launch_plan.schedule import Lives, Part, Scheduler
 from moeblaze_ref.runtime.launch_plan.sender import Driver, Sender
@@ -96,12 +96,12 @@ def _ready(part: Part, buffers: Sequence[Buffer], device: torch.device, driver: 
 
 
 def _launches(part: Part, device: torch.device, driver: Driver) -> Callable[[Tensors, int], None]:
-    """What sends the launches of a part: the last address is that of its arena."""
-    launches = [event for event in part.events if isinstance(event, Launch)]
-    outside = [*dict.fromkeys(n for launch in launches for n in launch.buffers() if n not in part.arena)]
+    """What sends the launches and products of a part: the last address is that of its arena."""
+    events = [event for event in part.events if not isinstance(event, Operation)]
+    outside = [*dict.fromkeys(number for event in events for number in event.buffers() if number not in part.arena)]
     slots = {number: (place, 0) for place, number in enumerate(outside)}
     slots |= {number: (len(outside), begin) for number, begin in part.arena.items()}
-    sender = Sender(launches, slots, len(outside) + 1, driver)
+    sender = Sender(events, slots, len(outside) + 1, driver)
 
     empty, send = functools.partial(torch.empty, part.arena_bytes, dtype=torch.uint8, device=device), sender.send
 
@@ -115,7 +115,6 @@ def _launches(part: Part, device: torch.device, driver: Driver) -> Callable[[Ten
 # The same operations by torch's Python bindings, which cost the host 2 microseconds less than an overload.
 _BINDINGS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.mm.default: torch.mm,
-    torch.ops.aten.mm.dtype: lambda left, right, out_dtype: torch.mm(left, right, out_dtype=out_dtype),
     torch.ops.aten.add_.Tensor: Tensor.add_,
     torch.ops.aten._to_copy.default: Tensor.to,
 }

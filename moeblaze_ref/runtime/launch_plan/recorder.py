@@ -18,13 +18,18 @@ from moeblaze_ref.runtime.launch_plan.events import (
     Event,
     Launch,
     MapOf,
+    Matrix,
     Operation,
     Pointer,
+    Product,
     View,
     in_blocks,
 )
 
 aten = torch.ops.aten
+# How many arguments stand before the two matrices of a product.
+PRODUCTS = {aten.mm.default: 0, aten.mm.dtype: 0, aten.addmm_.default: 1}
+NARROW = (torch.bfloat16, torch.float16)
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
 
 
@@ -99,6 +104,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         elif function is aten.full.default and all(tensor.numel() == 1 for tensor in new):
             for tensor in new:
                 self._add(tensor).constant = tensor
+        elif matrices := _matrices(function, args, kwargs, results):
+            for tensor in new:
+                self._add(tensor, _allocation(tensor))
+            self._multiplied(*matrices, grows=not new)
         elif new or function._schema.is_mutable:
             args, kwargs = self._views((args, kwargs))
             fresh = {id(tensor) for tensor in new}
@@ -106,6 +115,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             self.events.append(Operation(function, args, kwargs, numbers))
         self._live += sum(in_blocks(tensor.nbytes) for tensor in new)
         self.peak = max(self.peak, self._live)
+
+    def _multiplied(self, left: Tensor, right: Tensor, out: Tensor, grows: bool) -> None:
+        """Note a product of narrow matrices."""
+        (M, K), N = left.shape, right.shape[1]
+        product = Product(self._matrix(left), self._matrix(right), self._matrix(out), (M, N, K), grows)
+        self.events.append(product)  # an address that lies nowhere has been refused
+
+    def _matrix(self, tensor: Tensor) -> Matrix:
+        columns = not tensor.is_contiguous()
+        pointer: Any = self._pointer(tensor.data_ptr())
+        return Matrix(pointer, columns, tensor.shape[0 if columns else 1], str(tensor.dtype).removeprefix("torch."))
 
     def launched(
         self,
@@ -196,6 +216,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             if place.gone:
                 self._live -= in_blocks(place.buffer.nbytes)
         self._places = [place for place in self._places if not place.gone]
+
+
+def _matrices(
+    function: Any, args: Sequence[Any], kwargs: Any, results: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The narrow factors of a product and its result, if they lie as cuBLAS takes them; None of another operation."""
+    if function not in PRODUCTS or kwargs:
+        return None
+    (left, right), out = args[PRODUCTS[function] :][:2], results[0]
+    narrow = left.dtype in NARROW and right.dtype in NARROW
+    packed = out.is_contiguous() and all(each.is_contiguous() or each.T.is_contiguous() for each in (left, right))
+    return (left, right, out) if narrow and packed else None
 
 
 def _allocation(tensor: Tensor) -> Callable[[], Tensor]:

@@ -1,8 +1,8 @@
 """In which order a plan allocates, sends and frees, so that it never has more memory than the recorded call had.
 
-Neighbouring launches form a part, which one call of the C function sends. Memory that a part alone uses is cut from one
-allocation, its arena. All that a part needs is allocated before it, and what is used no more is freed after it. So a
-longer part has more memory at one time: it ends where that would exceed the peak of the recorded call.
+Neighbouring launches and products form a part, which one call of the C function sends. Memory that a part alone uses is
+cut from one allocation, its arena. All that a part needs is allocated before it, and what is used no more is freed
+after it. So a longer part has more memory at one time: it ends where that would exceed the peak of the recorded call.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -18,7 +18,7 @@ class Part:
     Parameters
     ----------
     events : sequence of Event
-        Launches, or one operation.
+        Launches and products, or one operation.
     born, dropped : tuple of int
         Buffers that are allocated before it or by it, and that are freed after it.
     arena : dict of int to int
@@ -119,8 +119,8 @@ class Scheduler:
         events, first, last = self.events[begin:end], self.lives.first, self.lives.last
         used = dict.fromkeys(number for event in events for number in event.buffers())
         born = [number for number in used if number >= self.num_inputs and first[number] >= begin]
-        launches = not isinstance(events[0], Operation)
-        inside = [n for n in born if launches and last[n] < end and self.buffers[n].constant is None]
+        sent = not isinstance(events[0], Operation)
+        inside = [n for n in born if sent and last[n] < end and self.buffers[n].constant is None]
         arena, arena_bytes = packed(inside, self.buffers, self.lives)
         dropped = tuple(number for number in used if number not in arena and last[number] < end)
         return Part(events, tuple(n for n in born if n not in arena), dropped, arena, arena_bytes)
