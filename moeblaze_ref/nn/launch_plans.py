@@ -98,12 +98,12 @@ class _Cache:
 
 
 _cache = _Cache()
-_in_use = False  # until they are shown on a GPU
+_in_use = True
 _allowed: ContextVar[bool] = ContextVar("allowed", default=True)
 
 
 def use_launch_plans(wanted: bool = True) -> bool:
-    """Let the layers of all threads replay launch plans from now on, or no longer; return whether they did before."""
+    """Let the layers of all threads replay launch plans, as they do at first, or no longer; return whether they did."""
     global _in_use
     before, _in_use = _in_use, wanted
     return before

@@ -33,7 +33,7 @@ BF16 = torch.bfloat16
 def no_plans_of_others():
     clear_launch_plans()
     before = use_launch_plans()
-    yield
+    yield before
     use_launch_plans(before)
     clear_launch_plans()
 
@@ -484,8 +484,8 @@ def test_weights_that_are_not_contiguous_are_copied_in_each_step(device):
     check_replays(lambda: step(layer, x))
 
 
-def test_layers_have_no_plans_unless_they_are_asked_for(device):
-    assert use_launch_plans(False)
+def test_layers_have_plans_unless_they_are_turned_off(device, no_plans_of_others):
+    assert no_plans_of_others and use_launch_plans(False)
     layer, x = make_layer(), make_x()
     for _ in range(4):
         step(layer, x)

@@ -101,15 +101,17 @@ def _launches(part: Part, device: torch.device, driver: Driver) -> Callable[[Ten
     outside = [*dict.fromkeys(number for event in events for number in event.buffers() if number not in part.arena)]
     slots = {number: (place, 0) for place, number in enumerate(outside)}
     slots |= {number: (len(outside), begin) for number, begin in part.arena.items()}
-    sender = Sender(events, slots, len(outside) + 1, driver)
-
-    empty, send = functools.partial(torch.empty, part.arena_bytes, dtype=torch.uint8, device=device), sender.send
+    send = Sender(events, slots, len(outside) + 1, driver).send
+    empty = functools.partial(torch.empty, part.arena_bytes, dtype=torch.uint8, device=device)
 
     def work(tensors: Any, stream: int) -> None:
         arena = empty()
         send([*[tensors[number].data_ptr() for number in outside], arena.data_ptr()], stream)
 
-    return work
+    def work_without_arena(tensors: Any, stream: int) -> None:
+        send([*[tensors[number].data_ptr() for number in outside], 0], stream)
+
+    return work if part.arena else work_without_arena
 
 
 # The same operations by torch's Python bindings, which cost the host 2 microseconds less than an overload.
