@@ -542,6 +542,40 @@ def test_a_layer_that_refuses_columns_which_are_not_neighbours(strides):
     assert verdict.not_supported == (() if strides else refused)
 
 
+class OneBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_out):
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise RuntimeError("retain_graph is not supported")
+        return d_out
+
+
+class RefusingSecondBackward(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return OneBackward.apply(super().forward(x, topk_index, topk_weights))
+
+
+@pytest.mark.parametrize("retains", [True, False])
+def test_a_layer_that_refuses_a_second_backward(retains):
+    verdict = verdict_on(
+        lambda **sizes: replace(plain.experts(**sizes, kind=RefusingSecondBackward), retains=retains, compiles=False)
+    )
+    refused = ("a second backward",)
+    assert verdict.ok is not retains
+    assert {finding.way for finding in verdict.findings if not finding.ok} == (set(refused) if retains else set())
+    assert verdict.not_supported == ("torch.compile", *(() if retains else refused))
+
+
+def test_compiled_layers_say_that_they_have_one_backward():
+    sizes = {"d": 16, "h": 16, "E": 2, "k": 1, "dtype": torch.bfloat16, "device": "cpu"}
+    made = {name: factory(**sizes) for name, factory in (grouped.factories() | grouped.compiled()).items()}
+    assert {name for name, adapter in made.items() if not adapter.retains} == grouped.compiled().keys()
+
+
 @pytest.mark.parametrize(("multiple", "widths"), [(1, (24, 40)), (8, (24, 40)), (16, (48, 80)), (32, (96, 160))])
 def test_widths_are_the_least_that_a_layer_takes(multiple, widths):
     sizes = cases.widened(cases.PATTERNS[0].sizes, multiple)

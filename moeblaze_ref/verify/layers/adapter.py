@@ -82,9 +82,9 @@ class Adapter:
         What the layer computes in.
     deterministic : bool
         The layer claims the same bits in each run; otherwise differences are reported and are no fault.
-    compiles, autocasts, strides : bool
-        The layer runs under ``torch.compile``, under ``torch.autocast``, and on an x whose columns are not neighbours
-        in memory; False of one that refuses.
+    compiles, autocasts, strides, retains : bool
+        The layer runs under ``torch.compile``, under ``torch.autocast``, on an x whose columns are not neighbours in
+        memory, and a second time backward with ``retain_graph``; False of one that refuses.
     graphs : bool
         The layer claims that a CUDA graph can hold its step; otherwise it is reported whether one can.
     """
@@ -105,6 +105,7 @@ class Adapter:
     compiles: bool = True
     autocasts: bool = True
     strides: bool = True
+    retains: bool = True
     graphs: bool = False
 
     def __post_init__(self) -> None:

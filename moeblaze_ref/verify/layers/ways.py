@@ -29,6 +29,7 @@ class Found(NamedTuple):
 
 AUTOCAST, COMPILE, GRAPH = "autocast", "torch.compile", "a replayed CUDA graph"
 STRIDED, TRANSPOSED = "a strided x", "a transposed x"
+TWO_BACKWARDS = "a second backward"
 Way = Callable[[CheckedLayer, Pattern, int], Iterator[Found]]
 
 
@@ -286,6 +287,7 @@ def refused(adapter: Adapter) -> tuple[str, ...]:
         COMPILE: adapter.compiles,
         STRIDED: adapter.strides,
         TRANSPOSED: adapter.strides,
+        TWO_BACKWARDS: adapter.retains,
     }
     return tuple(way for way, taken in takes.items() if not taken)
 
@@ -294,7 +296,7 @@ def refused(adapter: Adapter) -> tuple[str, ...]:
 WAYS: dict[str, Way] = {
     "a second step of the same shape": second_step,
     "two steps in flight": two_in_flight,
-    "a second backward": two_backwards,
+    TWO_BACKWARDS: two_backwards,
     "gradients that add up": accumulated,
     "inputs after a step": unchanged,
     "the same inputs again": again,

@@ -10,15 +10,21 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.verify.layers.adapter import ALIGNED, Adapter, Factory
 
 LAYOUTS = {"wg": "router: d E", "w1": "gate: E d h", "w2": "up: E d h", "w3": "down: E h d"}
+COMPILED = ("grouped_mm_compiled", "gather_sum_compiled")
 DTYPES = (torch.bfloat16,)  #: in others torch.compile refuses torch's grouped_mm
 
 
 def moe(name: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str) -> Adapter:
-    """Return one of ``torch_grouped.SYSTEMS``; it returns the choice of experts, too."""
+    """Return one of ``torch_grouped.SYSTEMS``; it returns the choice of experts, too.
+
+    What torch compiles has one backward: it reuses the memory that the backward reads.
+    """
     parameters = RoutedExperts(d, h, E, k, "swiglu", device=device, dtype=dtype)
     run = torch_grouped.build(name, parameters)
     tensors = dict(parameters.named_parameters())
-    return Adapter(run, LAYOUTS, Router(), tensors=tensors, multiple=ALIGNED, dtypes=DTYPES)
+    return Adapter(
+        run, LAYOUTS, Router(), tensors=tensors, multiple=ALIGNED, dtypes=DTYPES, retains=name not in COMPILED
+    )
 
 
 def factories() -> dict[str, Factory]:
@@ -28,4 +34,4 @@ def factories() -> dict[str, Factory]:
 
 def compiled() -> dict[str, Factory]:
     """Return those that are compiled, which pays on a GPU alone."""
-    return {f"torch/{name}": partial(moe, name) for name in ("grouped_mm_compiled", "gather_sum_compiled")}
+    return {f"torch/{name}": partial(moe, name) for name in COMPILED}
