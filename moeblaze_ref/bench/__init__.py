@@ -6,7 +6,8 @@ product and a device copy, whose rates give each row its roofline. docs/performa
 
 from moeblaze_ref.core.on_demand import import_on_demand
 
-LAYER_PRESETS = ("conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained")
+LEAGUE_PRESETS = ("conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained")
+LAYER_PRESETS = (*LEAGUE_PRESETS, "llama4-like", "olmoe", "deepseek-v2-lite", "odd")
 KINDS = {
     "layer": "forward and backward of the whole layer",
     "stage": "each stage of a step alone",

@@ -17,6 +17,7 @@ from moeblaze_ref.bench import (
     document,
     findings,
     layer,
+    league,
     plan,
     plots,
     report,
@@ -757,9 +758,10 @@ def test_a_wrong_stage_is_found(stage, monkeypatch):
 # What a user asks for -------------------------------------------------------------------------------------------------
 
 
-def test_all_means_the_six_layers():
+def test_all_means_the_leagues_six_layers_and_four_more():
     names = [job.args[0] for job in plan.jobs("layer", plan.Request(presets=("all",)))]
-    assert names == ["conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained"]
+    assert names[:6] == ["conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained"] == list(league.SHAPES)
+    assert names[6:] == ["llama4-like", "olmoe", "deepseek-v2-lite", "odd"]
     assert names == [job.args[0] for job in plan.jobs("layer", plan.Request())]
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), tokens=64, policies=("inputs",), routing="zipf"))
     name, config, choice = job.args
