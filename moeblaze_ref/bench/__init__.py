@@ -16,6 +16,7 @@ KINDS = {
     "combine": "each token's rows, gathered and summed, beside torch",
     "ladder": "the up-projection on every version, and on the last one idea by idea",
     "host": "how long a training step keeps the host busy, in units of one torch.add",
+    "growth": "a step against L, E, h, k and the skew of its routing, beside torch.compile's and the roofline",
     "counters": "what the hardware counts in each step of the series, and in each product of a training step",
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.bench import KINDS, findings, plots, report, results
+from moeblaze_ref.bench import KINDS, findings, growth_page, plots, report, results
 from moeblaze_ref.core import documents
 
 README = results.DOCS.parent / "README.md"
@@ -162,7 +162,7 @@ BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "spread": _spread,
     "host": findings.host,
     "skew": _tables("layer", skewed=True),
-    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "host", "counters")},
+    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "host", "growth", "counters")},
 }
 # Blocks of other files than that of the benchmark.
 OF_OTHER_FILES: dict[str, Callable[[], str]] = {
@@ -174,6 +174,7 @@ OF_OTHER_FILES: dict[str, Callable[[], str]] = {
     "why": _of_file(results.COUNTERS, findings.why),
     "facts": _of_file(results.COUNTERS, findings.facts),
     "tiles": findings.chosen_tiles,
+    "growth": growth_page.link,
 }
 
 
@@ -183,10 +184,11 @@ def recorded() -> results.Result | None:
 
 
 def write():
-    """Write every page, and the picture where there are results."""
+    """Write every page, and the pictures where there are results."""
     found = recorded()
     for page in PAGES:
         page.write_text(fill(page.read_text(), found))
+    growth_page.write()
     if found and (rows := plots.pictured(results.rows_of(found, "layer"))):
         plots.time_and_memory(rows).savefig(PICTURE, dpi=150, bbox_inches="tight")
 

@@ -22,7 +22,7 @@ from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.ceilings import Ceilings
-from moeblaze_ref.runtime.clock import Lap, Samples, interleave, replayed
+from moeblaze_ref.runtime.clock import Contender, Lap, Samples, interleave, replayed
 from moeblaze_ref.runtime.device import Device, NoGraph
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
@@ -39,7 +39,7 @@ class Choice:
     systems: Sequence[str] = (OURS, GRAPHED, "grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
     policies: Sequence[str] = ("minimal",)  #: of ``config.POLICIES``: one row of each of `OWN` for each
     version: str | None = None  #: of `OWN`; by default the layer's own
-    routing: str = "uniform"  #: one of ``routing.ROUTINGS``; any other is timed interleaved with this one
+    routing: str = "uniform"  #: as of `routing.exponent_of`; any other is timed interleaved with this one
     capacity_factor: float = DEFAULT_FACTOR  #: of the system ``capacity``
     repetitions: int = 15  #: of each row
 
@@ -175,12 +175,12 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     torch.compiler.reset()  # what was compiled for another layer would count against torch's limit of recompilations
     scene = Scene(config, choice, device)
     subjects = scene.subjects()
-    errors = {subject: _error(scene, subject) for subject in subjects}
+    errors = {subject: error_of(scene, subject) for subject in subjects}
     contenders = {subject: partial(scene.step, subject) for subject in subjects}
     ceilings = device.rested
     samples = interleave(device.ceilings() | contenders, choice.repetitions, device)
     hot = device.rates(samples)
-    graphs = _graph_times(scene, subjects, config, choice, device)
+    graphs = graph_times(scene, subjects, config, choice.repetitions, device)
     head: dict[str, Any] = {"kind": "layer", "preset": preset, "shape": config.sizes}
     head |= {"dtype": config.dtype, "activation": config.activation}
     head |= {"roofline_ms": roofline.layer_roofline_ms(config, ceilings), **roofline.columns(ceilings, hot)}
@@ -205,7 +205,8 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     ]
 
 
-def _error(scene: Scene, subject: Subject) -> accuracy.Error:
+def error_of(scene: Scene, subject: Subject) -> accuracy.Error:
+    """Return the error of a step, which is its first if there was none: it compiles."""
     x = scene.tokens(subject).detach()
     module, keeps = scene.modules.get(subject.system), None
     if subject.system == "capacity" and isinstance(module, CapacityMoE):
@@ -261,17 +262,20 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
     }
 
 
-def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float]:
+def graph_times(
+    scene: Scene, subjects: Sequence[Subject], config: MoEConfig, repetitions: int, device: Device
+) -> dict[Subject, float]:
     """Median of each step as a graph, where the layer is small and a graph can be made; no graph holds other graphs."""
     if not is_small(config):
         return {}
-    launched, replays = [subject for subject in subjects if subject.system != GRAPHED], {}
+    launched = [subject for subject in subjects if subject.system != GRAPHED]
+    replays: dict[Subject, Contender] = {}
     for subject in launched:
         try:
             replays[subject] = replayed(device.captured(partial(scene.step, subject)))
         except NoGraph:
             continue
-    samples = interleave(replays, choice.repetitions, device) if replays else {}
+    samples = interleave(replays, repetitions, device) if replays else {}
     return {subject: taken.median for subject, taken in samples.items()}
 
 

@@ -8,7 +8,18 @@ from typing import Any
 from moeblaze_ref.backends.raw_cuda import expert_up
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.bench import KINDS, LAYER_PRESETS, counters, host, ladder, roofline, routing, stages, timed_systems
+from moeblaze_ref.bench import (
+    KINDS,
+    LAYER_PRESETS,
+    counters,
+    growth,
+    host,
+    ladder,
+    roofline,
+    routing,
+    stages,
+    timed_systems,
+)
 from moeblaze_ref.bench import layer as whole_layer
 from moeblaze_ref.bench.timed_systems import OWN
 from moeblaze_ref.core import checks
@@ -21,6 +32,7 @@ Job = Callable[..., list[dict[str, Any]]]
 ALL = tuple((name, None) for name in LAYER_PRESETS)
 LADDERS = tuple((name, None) for name in ladder.PRESETS)
 HOSTS = tuple((name, None) for name in host.PRESETS)
+GROWN = ((growth.PRESET, growth.TOKENS),)
 COUNTED = tuple((name, None) for name in counters.PRESETS)
 # Presets, some with another L, of the stages that are timed beside torch: where index work and memory traffic show.
 SHAPES = {
@@ -29,14 +41,19 @@ SHAPES = {
     "combine": (("qwen3", None), ("conf3", None)),
 }
 # The one kind that takes an option which not all of them take.
-TAKEN_BY = dict.fromkeys(("policies", "systems", "routing", "capacity_factor"), "layer") | {"stages": "stage"}
+TAKEN_BY = dict.fromkeys(("policies", "systems", "routing", "capacity_factor"), "layer") | {
+    "stages": "stage",
+    "axes": "growth",
+    "seconds": "growth",
+}
 
 
 @dataclass(frozen=True)
 class Request:
     """A user's request; None or an empty sequence stands for the default.
 
-    Policies, systems, routing and capacity_factor are of a layer, see `layer.Choice`; stages are of a step.
+    Policies, systems, routing and capacity_factor are of a layer, see `layer.Choice`; stages are of a step; axes and
+    seconds are of `growth`.
     """
 
     presets: Sequence[str] = ()  #: names, or "all" for ``LAYER_PRESETS``
@@ -46,6 +63,8 @@ class Request:
     routing: str | None = None
     capacity_factor: float | None = None
     stages: Sequence[str] = ()  #: of `roofline.stages_of`
+    axes: Sequence[str] = ()  #: of ``growth.AXES``
+    seconds: float | None = None  #: of all points of all axes, for what is timed
     versions: Sequence[str] = ()  #: of the kernels; of a layer at most one
     repetitions: int = 15  #: of each row
 
@@ -70,6 +89,7 @@ def jobs(kind: str, request: Request) -> list[Job]:
         "stage": _stage_jobs,
         "ladder": _ladder_jobs,
         "host": _host_jobs,
+        "growth": _growth_jobs,
         "counters": _counter_jobs,
     }
     return makers.get(kind, partial(_jobs_beside_torch, kind))(request)
@@ -101,6 +121,8 @@ OPTIONS = {
     "routing": "--routing",
     "capacity_factor": "--capacity-factor",
     "stages": "--stage",
+    "axes": "--of",
+    "seconds": "--seconds",
     "versions": "--kernel",
 }
 
@@ -144,7 +166,7 @@ def _layer_jobs(request: Request) -> list[Job]:
     )
     if choice.version:
         checks.check_name("version of layer", choice.version, raw_layer.VERSIONS)
-    checks.check_name("routing", choice.routing, routing.ROUTINGS)
+    routing.exponent_of(choice.routing)
     timed = [(name, config) for name, config in layers(request, ALL) if whole_layer.systems_to_time(config, choice)]
     if not timed:
         raise ValueError(f"{_said('systems', choice.systems)}: no layer that is asked for is small enough for graphs")
@@ -204,6 +226,18 @@ def _host_jobs(request: Request) -> list[Job]:
         raise ValueError(f"{_said('versions', request.versions)}: bench host has the layer's own version")
     timed = layers(replace(request, tokens=request.tokens or host.TOKENS), HOSTS)
     return [partial(host.time_host, name, config, request.repetitions) for name, config in timed]
+
+
+def _growth_jobs(request: Request) -> list[Job]:
+    if request.versions:
+        raise ValueError(f"{_said('versions', request.versions)}: bench growth has the layer's own version")
+    seconds = growth.SECONDS if request.seconds is None else checks.check_positive("seconds", request.seconds)
+    for axis in request.axes:
+        checks.check_name("axis", axis, growth.AXES)
+    bases = layers(request, GROWN)
+    axes = request.axes or tuple(growth.AXES)
+    found = [point for base in bases for axis in axes for point in growth.points(*base, axis)]
+    return [partial(growth.time_point, point, seconds / len(found), request.repetitions) for point in found]
 
 
 def _counter_jobs(request: Request) -> list[Job]:

@@ -18,7 +18,7 @@ Column = tuple[str, Callable[[Any], str]]
 WORDS = (
     *("preset", "activation", "system", "stage", "version", "routing", "bound", "idea", "kernel", "warps wait for"),
     *("work", "launch plans"),
-    *("groups", "weights", "tile"),
+    *("axis", "groups", "weights", "tile", "remark"),
 )
 
 
@@ -143,7 +143,29 @@ HOST_COLUMNS: tuple[Column, ...] = (
     ("torch.add us", _number("unit_us", ".2f")),
     ("in torch.adds", _number("units", ".1f")),
 )
-COLUMNS = {"layer": LAYER_COLUMNS, "ladder": LADDER_COLUMNS, "host": HOST_COLUMNS, "counters": COUNTER_COLUMNS}
+GROWTH_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("axis", lambda row: row["axis"]),
+    ("value", lambda row: f"{row['value']:,}"),
+    ("system", label),
+    ("step ms", _number("step_ms", ".4g")),
+    ("± %", lambda row: "" if row["step_ms"] is None else _half_spread(row)),
+    ("as graph ms", _number("graph_ms", ".4g")),
+    ("roofline ms", _number("roofline_ms", ".4g")),
+    ("% of roofline", lambda row: "" if row["step_ms"] is None else f"{100 * row['roofline_ms'] / row['step_ms']:.0f}"),
+    ("experts with tokens", _number("experts", ",.0f")),
+    ("repetitions", _number("repetitions", ",.0f")),
+    ("error", _number("error", ".1e")),
+    ("row error", _number("row_error", ".1e")),
+    ("remark", lambda row: row["problem"]),
+)
+COLUMNS = {
+    "layer": LAYER_COLUMNS,
+    "ladder": LADDER_COLUMNS,
+    "host": HOST_COLUMNS,
+    "growth": GROWTH_COLUMNS,
+    "counters": COUNTER_COLUMNS,
+}
 
 
 def busy_ghz(row: Row) -> float:

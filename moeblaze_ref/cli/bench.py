@@ -32,6 +32,12 @@ def bench(
         float | None, typer.Option(help="Capacity factor, for the system capacity; 1.25 by default.")
     ] = None,
     stage: Annotated[list[str] | None, typer.Option(help="Only this stage of a step; repeatable.")] = None,
+    of: Annotated[
+        list[str] | None, typer.Option(help="Only these axes of growth: L, E, h, k or skew; repeatable.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds for the timed rounds of growth; 180 by default.")
+    ] = None,
     version: Versions = None,
     repetitions: Annotated[int, typer.Option(help="How often to time each row; the tables show medians.")] = 15,
     record: Annotated[
@@ -54,6 +60,8 @@ def bench(
         routing=routing,
         capacity_factor=capacity_factor,
         stages=each_name(stage),
+        axes=each_name(of),
+        seconds=seconds,
         versions=each_name(version),
         repetitions=repetitions,
     )

@@ -184,7 +184,8 @@ def test_steered_tokens_have_the_wanted_logits_and_are_moved_by_the_least():
 
 def test_popularity_is_uniform_or_falls_with_the_rank():
     torch.manual_seed(0)
-    for name, popularity in (("uniform", torch.ones(8)), ("zipf", 1 / torch.arange(1.0, 9.0))):
+    rank = torch.arange(1.0, 9.0)
+    for name, popularity in (("uniform", torch.ones(8)), ("zipf", 1 / rank), ("zipf:1.5", rank**-1.5)):
         first = routing.wanted_logits(200_000, 8, name).argmax(dim=1).bincount(minlength=8)
         assert relative_error(first / 200_000, popularity / popularity.sum()) < 0.02
 
@@ -194,6 +195,11 @@ def test_impossible_routings_are_refused():
         routing.steer(torch.zeros(3, 8), torch.zeros(8, 9), torch.zeros(3, 9))
     with pytest.raises(ValueError, match="unknown routing 'zip'"):
         routing.wanted_logits(3, 4, "zip")
+    for text in ("zipf:", "zipf:-1", "zipf:inf", "zipf:nan", "zipf:one"):
+        with pytest.raises(
+            ValueError, match=f"routing is '{text}', but what follows 'zipf:' must be a finite number >= 0"
+        ):
+            routing.wanted_logits(3, 4, text)
 
 
 # Baselines ------------------------------------------------------------------------------------------------------------
@@ -479,7 +485,7 @@ def test_a_layer_that_no_graph_holds_has_no_time_as_one(monkeypatch):
     monkeypatch.setattr(device, "captured", Mock(side_effect=NoGraph("it waits for the device")))
     (row,) = layer.time_layer("tiny", TINY, layer.Choice(("gather_sum",), repetitions=1), device)
     assert row["graph_ms"] is None and row["step_ms"] > 0 and row["ratio_to"] == {}
-    assert layer._graph_times(None, [None], LARGE_HIDDEN, layer.Choice(), device) == {}
+    assert layer.graph_times(None, [None], LARGE_HIDDEN, 1, device) == {}
 
 
 # Ours as graphs -------------------------------------------------------------------------------------------------------
