@@ -19,7 +19,7 @@ PAGES = (
     README,
     *(
         results.DOCS / f"{name}.md"
-        for name in ("performance", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
+        for name in ("performance", "launch_plans", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
     ),
 )
 PICTURE = results.DOCS / "images" / "bench.png"
@@ -153,6 +153,24 @@ def _with_place(kind: str) -> Callable[[results.Result], str]:
     return tables
 
 
+def _of_gpus(stem: str, maker: Callable[[results.Result], str]) -> Callable[[], str]:
+    """Return the maker of a block from the records of all GPUs, docs/results/STEM_GPU.json; there may be none."""
+
+    def block() -> str:
+        paths = sorted((results.DOCS / "results").glob(f"{stem}_*.json"))
+        return "\n\n".join(maker(results.load(path)) for path in paths)
+
+    return block
+
+
+def _launches(found: results.Result) -> str:
+    """Return where a record was measured, and its tables, kind by kind, of all runs."""
+    of_kinds = report.grouped(found["rows"], "run", "kind")
+    return "\n\n".join([_place(found), *map(report.markdown, of_kinds.values())])
+
+
+# Kinds of records that have files of their own.
+OWN_FILES = ("ladder", "host", "launched", "first_step", "growth", "counters")
 BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "place": _place,
     "headline": findings.headline,
@@ -162,7 +180,7 @@ BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "spread": _spread,
     "host": findings.host,
     "skew": _tables("layer", skewed=True),
-    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "host", "growth", "counters")},
+    **{kind: _tables(kind) for kind in KINDS if kind not in OWN_FILES},
 }
 # Blocks of other files than that of the benchmark.
 OF_OTHER_FILES: dict[str, Callable[[], str]] = {
@@ -175,6 +193,7 @@ OF_OTHER_FILES: dict[str, Callable[[], str]] = {
     "facts": _of_file(results.COUNTERS, findings.facts),
     "tiles": findings.chosen_tiles,
     "growth": growth_page.link,
+    "launches": _of_gpus("host", _launches),
 }
 
 

@@ -12,9 +12,11 @@ from moeblaze_ref.bench import (
     KINDS,
     LAYER_PRESETS,
     counters,
+    first_step,
     growth,
     host,
     ladder,
+    launched,
     roofline,
     routing,
     stages,
@@ -24,6 +26,7 @@ from moeblaze_ref.bench import layer as whole_layer
 from moeblaze_ref.bench.timed_systems import OWN
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES, PRESETS, MoEConfig, preset
+from moeblaze_ref.core.units import MIB
 from moeblaze_ref.runtime.device import Gpu
 from moeblaze_ref.systems.capacity import check_factor
 
@@ -32,6 +35,7 @@ Job = Callable[..., list[dict[str, Any]]]
 ALL = tuple((name, None) for name in LAYER_PRESETS)
 LADDERS = tuple((name, None) for name in ladder.PRESETS)
 HOSTS = tuple((name, None) for name in host.PRESETS)
+FIRST_STEPS = tuple((name, None) for name in first_step.PRESETS)
 GROWN = ((growth.PRESET, growth.TOKENS),)
 COUNTED = tuple((name, None) for name in counters.PRESETS)
 # Presets, some with another L, of the stages that are timed beside torch: where index work and memory traffic show.
@@ -89,6 +93,8 @@ def jobs(kind: str, request: Request) -> list[Job]:
         "stage": _stage_jobs,
         "ladder": _ladder_jobs,
         "host": _host_jobs,
+        "launched": _launched_jobs,
+        "first_step": _first_step_jobs,
         "growth": _growth_jobs,
         "counters": _counter_jobs,
     }
@@ -221,16 +227,39 @@ def _ladder_jobs(request: Request) -> list[Job]:
     ]
 
 
-def _host_jobs(request: Request) -> list[Job]:
+def _own_version(kind: str, request: Request) -> None:
+    """Check that the user asks for no version of the kernels."""
     if request.versions:
-        raise ValueError(f"{_said('versions', request.versions)}: bench host has the layer's own version")
+        raise ValueError(f"{_said('versions', request.versions)}: bench {kind} has the layer's own version")
+
+
+def _host_jobs(request: Request) -> list[Job]:
+    """The host's time, and if the user names no layer, what else of a step is the host's."""
+    _own_version("host", request)
     timed = layers(replace(request, tokens=request.tokens or host.TOKENS), HOSTS)
-    return [partial(host.time_host, name, config, request.repetitions) for name, config in timed]
+    jobs: list[Job] = [partial(host.time_host, name, config, request.repetitions) for name, config in timed]
+    if request.presets or request.tokens:
+        return jobs
+    return [*jobs, *_launched_jobs(request), *_first_step_jobs(request)]
+
+
+def _launched_jobs(request: Request) -> list[Job]:
+    _own_version("launched", request)
+    timed = layers(request, launched.PRESETS)
+    for name, config in timed:
+        if not whole_layer.is_small(config):
+            most = whole_layer.GRAPH_BYTES // MIB
+            raise ValueError(f"{name} is too large for graphs: a hidden tensor may have at most {most} MiB")
+    return [partial(launched.time_launched, name, config, request.repetitions) for name, config in timed]
+
+
+def _first_step_jobs(request: Request) -> list[Job]:
+    _own_version("first_step", request)
+    return [partial(first_step.time_first_step, name, config) for name, config in layers(request, FIRST_STEPS)]
 
 
 def _growth_jobs(request: Request) -> list[Job]:
-    if request.versions:
-        raise ValueError(f"{_said('versions', request.versions)}: bench growth has the layer's own version")
+    _own_version("growth", request)
     seconds = growth.SECONDS if request.seconds is None else checks.check_positive("seconds", request.seconds)
     for axis in request.axes:
         checks.check_name("axis", axis, growth.AXES)

@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 
 from moeblaze_ref.bench import accuracy
@@ -18,7 +19,7 @@ Column = tuple[str, Callable[[Any], str]]
 WORDS = (
     *("preset", "activation", "system", "stage", "version", "routing", "bound", "idea", "kernel", "warps wait for"),
     *("work", "launch plans"),
-    *("axis", "groups", "weights", "tile", "remark"),
+    *("axis", "groups", "weights", "tile", "remark", "way", "caches"),
 )
 
 
@@ -159,10 +160,32 @@ GROWTH_COLUMNS: tuple[Column, ...] = (
     ("row error", _number("row_error", ".1e")),
     ("remark", lambda row: row["problem"]),
 )
+LAUNCHED_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("way", lambda row: row["way"]),
+    ("step ms", _number("step_ms", ".4g")),
+    ("± %", _half_spread),
+    ("over graphed", _number("over_graphed", ".2f")),
+    ("calls by plans", _number("plan_calls", ".0f")),
+    ("error", _number("error", ".1e")),
+    ("row error", _number("row_error", ".1e")),
+)
+FIRST_STEP_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("caches", lambda row: row["caches"]),
+    ("L", lambda row: f"{row['shape']['L']:,}"),
+    ("forward s", _number("forward_s", ".2f")),
+    ("backward s", _number("backward_s", ".2f")),
+    ("step s", _number("step_s", ".2f")),
+    ("process s", _number("process_s", ".1f")),
+    ("processes", _number("processes", ".0f")),
+)
 COLUMNS = {
     "layer": LAYER_COLUMNS,
     "ladder": LADDER_COLUMNS,
     "host": HOST_COLUMNS,
+    "launched": LAUNCHED_COLUMNS,
+    "first_step": FIRST_STEP_COLUMNS,
     "growth": GROWTH_COLUMNS,
     "counters": COUNTER_COLUMNS,
 }
@@ -195,6 +218,11 @@ def table(rows: Sequence[Any], columns: Sequence[Column] = ()) -> Table:
     for row in rows:
         shown.add_row(*(cell(row) for _, cell in columns))
     return shown
+
+
+def tables(rows: Sequence[Row]) -> Group:
+    """Return a table for the terminal for each kind of row."""
+    return Group(*map(table, grouped(rows, "kind").values()))
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -72,7 +72,7 @@ def bench(
             results.check_place(record, force)
         rows = progress.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
-    show(as_json, result, functools.partial(report.table, rows))
+    show(as_json, result, functools.partial(report.tables, rows))
     if record:
         with user_errors():
             results.add(record, result, force)
