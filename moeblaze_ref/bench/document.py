@@ -194,6 +194,7 @@ OF_OTHER_FILES: dict[str, Callable[[], str]] = {
     "tiles": findings.chosen_tiles,
     "growth": growth_page.link,
     "launches": _of_gpus("host", _launches),
+    "best": _of_gpus("layer", lambda found: f"{_place(found)}\n\n{findings.best(found)}"),
 }
 
 

@@ -38,6 +38,7 @@ HOSTS = tuple((name, None) for name in host.PRESETS)
 FIRST_STEPS = tuple((name, None) for name in first_step.PRESETS)
 GROWN = ((growth.PRESET, growth.TOKENS),)
 COUNTED = tuple((name, None) for name in counters.PRESETS)
+WHERE_POSSIBLE = ("sonicmoe",)  # is timed beside a layer, unless the user names the systems
 # Presets, some with another L, of the stages that are timed beside torch: where index work and memory traffic show.
 SHAPES = {
     "dispatch": (("qwen3", 2**20), ("conf4", None)),
@@ -162,6 +163,7 @@ def _layer_jobs(request: Request) -> list[Job]:
     _check_owners(request, systems or whole_layer.Choice.systems)
     given: dict[str, Any] = {
         "systems": systems,
+        "where_possible": () if systems else WHERE_POSSIBLE,
         "policies": request.policies,
         "version": next(iter(request.versions), None),
         "routing": request.routing,

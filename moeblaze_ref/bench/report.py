@@ -18,7 +18,7 @@ Column = tuple[str, Callable[[Any], str]]
 # Columns that are no numbers.
 WORDS = (
     *("preset", "activation", "system", "stage", "version", "routing", "bound", "idea", "kernel", "warps wait for"),
-    *("work", "launch plans"),
+    *("work", "launch plans", "best baseline"),
     *("axis", "groups", "weights", "tile", "remark", "way", "caches"),
 )
 
@@ -86,6 +86,15 @@ LAYER_COLUMNS: tuple[Column, ...] = (
     ("peak MiB", _number("peak_bytes", ",.0f", MIB)),
     ("error", _number("error", ".1e")),
     ("row error", _number("row_error", ".1e")),
+)
+BEST_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("system", label),
+    ("routing", lambda row: row["routing"]),
+    ("step ms", _number("step_ms", ".2f")),
+    ("best baseline", lambda row: row["best_baseline"]),
+    ("its ms", lambda row: f"{row['step_ms'] * row['times_as_fast']:.2f}"),
+    ("times as fast", lambda row: ratio(row["times_as_fast"])),
 )
 STAGE_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
@@ -221,8 +230,16 @@ def table(rows: Sequence[Any], columns: Sequence[Column] = ()) -> Table:
 
 
 def tables(rows: Sequence[Row]) -> Group:
-    """Return a table for the terminal for each kind of row."""
-    return Group(*map(table, grouped(rows, "kind").values()))
+    """Return a table for the terminal for each kind of row, and one of ours beside the best baselines if it has any."""
+    best = [row for row in rows if row["kind"] == "layer" and row["policy"] and row["best_baseline"]]
+    beside = [table(best, BEST_COLUMNS)] if best else []
+    return Group(*map(table, grouped(rows, "kind").values()), *beside)
+
+
+def left_out(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each system that could not be timed on a layer."""
+    found = {(row["preset"], name): why for row in rows for name, why in (row.get("left_out") or {}).items()}
+    return [f"{preset}: {name} is left out: {why}" for (preset, name), why in found.items()]
 
 
 def markdown(rows: Sequence[Row]) -> str:

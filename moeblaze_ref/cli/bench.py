@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moeblaze_ref.bench import KINDS
-from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, each_name, show, to_file, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, each_name, print_note, show, to_file, user_errors
 from moeblaze_ref.core import progress
 from moeblaze_ref.core.config import POLICIES
 
@@ -73,6 +73,8 @@ def bench(
         rows = progress.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
     show(as_json, result, functools.partial(report.tables, rows))
+    for said in report.left_out(rows):
+        print_note(said)
     if record:
         with user_errors():
             results.add(record, result, force)
