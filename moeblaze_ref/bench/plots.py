@@ -26,12 +26,17 @@ from moeblaze_ref.memory.plots import (
 )
 
 # The curves of `growth` by their names; the first is a bound, without marks.
-CURVES = {
-    "roofline": BLACK,
-    "ours": PURPLE,
-    "ours as a CUDA graph": SKY,
-    "torch.compile": VERMILLION,
-    "torch.compile as a CUDA graph": ORANGE,
+CURVES: dict[str, dict[str, Any]] = {
+    "roofline": {"color": BLACK},
+    "ours": {"color": BLUE, "marker": "o"},
+    **{
+        name: {"color": color, "marker": MARKERS[color], "linestyle": LINES[color]}
+        for name, color in (
+            ("ours as a CUDA graph", SKY),
+            ("torch.compile", VERMILLION),
+            ("torch.compile as a CUDA graph", ORANGE),
+        )
+    },
 }
 COLORS = (BLUE, SKY, VERMILLION, ORANGE, PURPLE, YELLOW, GREEN, BLACK, GREY)
 
@@ -115,11 +120,12 @@ def growth(curves: Mapping[str, Mapping[float, float]], xlabel: str, logarithmic
     """
     figure, axes = panels(7, 4.2)
     for name, curve in curves.items():
-        color = CURVES[check_name("curve", name, CURVES)]
-        look = {"color": color, "linestyle": LINES.get(color, "-"), "marker": MARKERS.get(color)}
+        look = CURVES[check_name("curve", name, CURVES)]
         axes.plot([*curve], [*curve.values()], label=name, markersize=5, **look)
     if logarithmic:
+        sizes = sorted({size for curve in curves.values() for size in curve})
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
     axes.set_yscale("log")
     axes.set_xlabel(xlabel)
     dress(axes, "milliseconds of a step", "forward and backward")
