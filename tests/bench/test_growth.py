@@ -1,7 +1,7 @@
 """How the cost of a step grows, without a GPU: the points, the rows, and the page with its pictures."""
 
 from dataclasses import fields
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -103,6 +103,11 @@ def test_a_point_has_both_systems_beside_the_roofline_of_the_experts_with_tokens
             assert row["step_ms"] > 0 and row["graph_ms"] > 0 and row["repetitions"] == 3
     assert few[0]["experts"] == BASE.k and BASE.k < many[0]["experts"] <= BASE.E
     assert len(few) == len(many) == 2 and report.wrong(few + many) == []
+
+
+def test_the_input_that_chooses_the_fewest_experts_counts():
+    scene = MagicMock(tokens=lambda subject, number: number, run=lambda subject, x: (None, torch.arange([5, 2, 7][x])))
+    assert growth._experts_with_tokens(scene, ["ours", "another"]) == 2
 
 
 def test_the_weights_of_experts_without_tokens_are_written_as_gradients_but_not_read():
