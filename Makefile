@@ -106,6 +106,7 @@ sanitize: $(STAMP) ## Run every kernel under compute-sanitizer, on a GPU
 BENCH := $(BIN)/moeblaze bench
 SYSTEMS := moeblaze,megablocks,capacity,torch_grouped
 POLICIES := --policy minimal --policy inputs
+OF_SYSTEMS := --preset conf3,conf4,conf1,qwen3,mixtral,fine-grained --system $(SYSTEMS)
 SKEWED := --preset conf3 --preset conf4 --preset qwen3 --system $(SYSTEMS) --routing zipf
 bench: $(STAMP) ## Measure every table of benchmarks in docs/, on a GPU
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
@@ -115,10 +116,12 @@ bench: $(STAMP) ## Measure every table of benchmarks in docs/, on a GPU
 	$(BENCH) dispatch --record build/bench.json
 	$(BENCH) gating --record build/bench.json
 	$(BENCH) combine --record build/bench.json
-	$(BENCH) layer --preset all --system $(SYSTEMS) --record build/systems.json
+	$(BENCH) layer $(OF_SYSTEMS) --record build/systems.json
 	$(BENCH) layer $(SKEWED) --record build/systems.json
 	$(BENCH) layer $(SKEWED) --capacity-factor 1.0 --record build/systems.json
 	$(BENCH) ladder --record build/ladder.json
+	$(BENCH) growth --record build/growth.json
+	$(BENCH) host --record build/host.json
 	$(BENCH) counters --record build/counters.json
 
 # The tables and the pictures of the documents, from docs/results; then the site, in build/site. The pictures of its

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.bench import KINDS, findings, plots, report, results
+from moeblaze_ref.bench import KINDS, findings, growth_page, plots, report, results
 from moeblaze_ref.core import documents
 
 README = results.DOCS.parent / "README.md"
@@ -19,7 +19,7 @@ PAGES = (
     README,
     *(
         results.DOCS / f"{name}.md"
-        for name in ("performance", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
+        for name in ("performance", "launch_plans", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
     ),
 )
 PICTURE = results.DOCS / "images" / "bench.png"
@@ -153,6 +153,24 @@ def _with_place(kind: str) -> Callable[[results.Result], str]:
     return tables
 
 
+def _of_gpus(stem: str, maker: Callable[[results.Result], str]) -> Callable[[], str]:
+    """Return the maker of a block from the records of all GPUs, docs/results/STEM_GPU.json; there may be none."""
+
+    def block() -> str:
+        paths = sorted((results.DOCS / "results").glob(f"{stem}_*.json"))
+        return "\n\n".join(maker(results.load(path)) for path in paths)
+
+    return block
+
+
+def _launches(found: results.Result) -> str:
+    """Return where a record was measured, and its tables, kind by kind, of all runs."""
+    of_kinds = report.grouped(found["rows"], "run", "kind")
+    return "\n\n".join([_place(found), *map(report.markdown, of_kinds.values())])
+
+
+# Kinds of records that have files of their own.
+OWN_FILES = ("ladder", "host", "launched", "first_step", "growth", "counters")
 BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "place": _place,
     "headline": findings.headline,
@@ -162,7 +180,7 @@ BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "spread": _spread,
     "host": findings.host,
     "skew": _tables("layer", skewed=True),
-    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "host", "counters")},
+    **{kind: _tables(kind) for kind in KINDS if kind not in OWN_FILES},
 }
 # Blocks of other files than that of the benchmark.
 OF_OTHER_FILES: dict[str, Callable[[], str]] = {
@@ -174,6 +192,9 @@ OF_OTHER_FILES: dict[str, Callable[[], str]] = {
     "why": _of_file(results.COUNTERS, findings.why),
     "facts": _of_file(results.COUNTERS, findings.facts),
     "tiles": findings.chosen_tiles,
+    "growth": growth_page.link,
+    "launches": _of_gpus("host", _launches),
+    "best": _of_gpus("layer", lambda found: f"{_place(found)}\n\n{findings.best(found)}"),
 }
 
 
@@ -183,10 +204,11 @@ def recorded() -> results.Result | None:
 
 
 def write():
-    """Write every page, and the picture where there are results."""
+    """Write every page, and the pictures where there are results."""
     found = recorded()
     for page in PAGES:
         page.write_text(fill(page.read_text(), found))
+    growth_page.write()
     if found and (rows := plots.pictured(results.rows_of(found, "layer"))):
         plots.time_and_memory(rows).savefig(PICTURE, dpi=150, bbox_inches="tight")
 

@@ -204,6 +204,22 @@ def host(found: results.Result) -> str:
     return documents.table(names, cells, 3) if cells else ""
 
 
+def best(found: results.Result) -> str:
+    """Return a table of each layer's step beside the best baseline, in the run that is worst for ours."""
+    rows = [row for row in results.rows_of(found, "layer") if row["system"] == OURS and row["routing"] == "uniform"]
+    lines = []
+    for (preset, policy), runs in report.grouped(rows, "preset", "policy").items():
+        if compared := [row for row in runs if row["best_baseline"]]:
+            worst = min(compared, key=itemgetter("times_as_fast"))
+            step, ratio = worst["step_ms"], worst["times_as_fast"]
+            cells = [f"{len(compared)}", f"{step:.2f}", f"{step * ratio:.2f}", _ratio(ratio)]
+            lines.append([preset, policy, f"`{worst['best_baseline']}`", *cells])
+    names = ["preset", "policy", "best baseline", "runs", "ours, ms", "the baseline, ms", "times as fast"]
+    table = documents.table(names, lines, 3)
+    without = dict.fromkeys(said for row in rows for said in report.left_out([row]))
+    return "\n\n".join([table, *(_lines(f"- {said}") for said in without)]) if lines else ""
+
+
 # Tiles ----------------------------------------------------------------------------------------------------------------
 
 

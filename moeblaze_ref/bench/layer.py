@@ -22,10 +22,11 @@ from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.ceilings import Ceilings
-from moeblaze_ref.runtime.clock import Lap, Samples, interleave, replayed
+from moeblaze_ref.runtime.clock import Contender, Lap, Samples, interleave, replayed
 from moeblaze_ref.runtime.device import Device, NoGraph
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
+from moeblaze_ref.verify.layers.faults import in_a_line
 
 INPUTS = 3  # used alternately, so that none is in the L2 cache when its step begins
 GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing, and a graph's memory is too much
@@ -39,9 +40,11 @@ class Choice:
     systems: Sequence[str] = (OURS, GRAPHED, "grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
     policies: Sequence[str] = ("minimal",)  #: of ``config.POLICIES``: one row of each of `OWN` for each
     version: str | None = None  #: of `OWN`; by default the layer's own
-    routing: str = "uniform"  #: one of ``routing.ROUTINGS``; any other is timed interleaved with this one
+    routing: str = "uniform"  #: as of `routing.exponent_of`; any other is timed interleaved with this one
     capacity_factor: float = DEFAULT_FACTOR  #: of the system ``capacity``
     repetitions: int = 15  #: of each row
+    #: Of ``foreign.SYSTEMS``: each is timed too if its package is there and its first step runs.
+    where_possible: Sequence[str] = ()
 
 
 class Subject(NamedTuple):
@@ -78,6 +81,11 @@ class Row(TimedRow):
     pct_of_cublas: float
     pct_of_hot_cublas: float
     time_over_uniform: float | None  #: the median over that of the same system on uniform routing; None on that itself
+    best_baseline: str | None = (
+        None  #: the fastest system of ``ratio_to``, and how many times as fast as it this one is
+    )
+    times_as_fast: float | None = None
+    left_out: dict[str, str] | None = None  #: systems that could not be timed, and why
     activation: str = "swiglu"  #: of every row from before this column
     capacity_factor: float | None = None  #: of ``capacity``, whose errors are over the choices that it should compute
     dropped_rows: int | None = None  #: this and the next two as `timed_systems.losses` of the input that is compared
@@ -100,11 +108,12 @@ class Scene:
 
     The layer's dtype is float32, bfloat16 or float16, as the systems take it. All have the weights of ``layer``.
     ``modules`` are the chosen systems of ``moeblaze_ref.nn.systems``, ``baselines`` the layers of other projects.
+    ``left_out`` says why a system of `Choice.where_possible` is not among them.
 
     Raises
     ------
     ValueError
-        If the package of such a layer cannot be imported.
+        If the package of another chosen layer cannot be imported.
     """
 
     def __init__(self, config: MoEConfig, choice: Choice, device: Device):
@@ -121,6 +130,13 @@ class Scene:
         modules = [name for name in others if name in timed_systems.MODULES]
         self.modules = {name: timed_systems.module_of(name, self.layer, **options.get(name, {})) for name in modules}
         self.baselines = {name: foreign.baseline(name, self.layer) for name in others if name in foreign.SYSTEMS}
+        self.left_out: dict[str, str] = {}
+        for name in choice.where_possible:
+            try:
+                self.baselines[name] = foreign.baseline(name, self.layer)
+                others.append(name)
+            except ValueError as error:
+                self.left_out[name] = str(error)
         self._layers: dict[tuple[str, str | None], timed_systems.Layer] = {}
         self._layers |= {row: self._own(*row, choice) for row in own}
         self._layers |= {(name, None): self._function(name) for name in others}
@@ -145,6 +161,11 @@ class Scene:
     def subjects(self) -> list[Subject]:
         """Return the subject of every row, ours first."""
         return [Subject(*system, name) for name in self._routings for system in self._layers]
+
+    def leave_out(self, system: str, why: str) -> None:
+        """Take a system out."""
+        self.left_out[system] = why
+        del self._layers[system, None], self.baselines[system]
 
     def run(self, subject: Subject, x: Tensor) -> tuple[Tensor, Tensor]:
         """Output (L, d) and choice of experts (L, k) of one system's forward."""
@@ -174,13 +195,14 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     """
     torch.compiler.reset()  # what was compiled for another layer would count against torch's limit of recompilations
     scene = Scene(config, choice, device)
+    _leave_out_what_fails(scene, choice)
     subjects = scene.subjects()
-    errors = {subject: _error(scene, subject) for subject in subjects}
+    errors = {subject: error_of(scene, subject) for subject in subjects}
     contenders = {subject: partial(scene.step, subject) for subject in subjects}
     ceilings = device.rested
     samples = interleave(device.ceilings() | contenders, choice.repetitions, device)
     hot = device.rates(samples)
-    graphs = _graph_times(scene, subjects, config, choice, device)
+    graphs = graph_times(scene, subjects, config, choice.repetitions, device)
     head: dict[str, Any] = {"kind": "layer", "preset": preset, "shape": config.sizes}
     head |= {"dtype": config.dtype, "activation": config.activation}
     head |= {"roofline_ms": roofline.layer_roofline_ms(config, ceilings), **roofline.columns(ceilings, hot)}
@@ -194,6 +216,7 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
                 version=versions.get(subject.system),
                 capacity_factor=choice.capacity_factor if subject.system == "capacity" else None,
                 **_times(subject, samples),
+                left_out=scene.left_out or None,
                 **_shares(samples[subject].median, config, lost[subject], ceilings, hot),
                 **_memory(scene, subject, device),
                 graph_ms=graphs.get(subject),
@@ -205,7 +228,18 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     ]
 
 
-def _error(scene: Scene, subject: Subject) -> accuracy.Error:
+def _leave_out_what_fails(scene: Scene, choice: Choice) -> None:
+    """Run the first step of each system that is timed where possible, and take it out if it fails."""
+    for system in choice.where_possible:
+        if system in scene.baselines:
+            try:
+                scene.step(Subject(system, None, "uniform"))
+            except Exception as error:  # layers of other projects have exceptions of their own
+                scene.leave_out(system, in_a_line(error))
+
+
+def error_of(scene: Scene, subject: Subject) -> accuracy.Error:
+    """Return the error of a step, which is its first if there was none: it compiles."""
     x = scene.tokens(subject).detach()
     module, keeps = scene.modules.get(subject.system), None
     if subject.system == "capacity" and isinstance(module, CapacityMoE):
@@ -250,6 +284,7 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
     beside = {other: taken.median / mine.median for other, taken in samples.items() if isinstance(other, Subject)}
     compared = [other for other in beside if other.system not in (*OWN, subject.system)]
     ratios = {other.system: beside[other] for other in compared if other.routing == subject.routing}
+    best = min(ratios, key=ratios.__getitem__, default=None)
     uniform = subject._replace(routing="uniform")
     return {
         "step_ms": mine.median,
@@ -257,21 +292,26 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
         "fwd_ms": mine.part(0),
         "bwd_ms": mine.part(1),
         "ratio_to": ratios,
+        "best_baseline": best,
+        "times_as_fast": None if best is None else ratios[best],
         "time_over_uniform": None if subject == uniform else 1 / beside[uniform],
     }
 
 
-def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float]:
+def graph_times(
+    scene: Scene, subjects: Sequence[Subject], config: MoEConfig, repetitions: int, device: Device
+) -> dict[Subject, float]:
     """Median of each step as a graph, where the layer is small and a graph can be made; no graph holds other graphs."""
     if not is_small(config):
         return {}
-    launched, replays = [subject for subject in subjects if subject.system != GRAPHED], {}
+    launched = [subject for subject in subjects if subject.system != GRAPHED]
+    replays: dict[Subject, Contender] = {}
     for subject in launched:
         try:
             replays[subject] = replayed(device.captured(partial(scene.step, subject)))
         except NoGraph:
             continue
-    samples = interleave(replays, choice.repetitions, device) if replays else {}
+    samples = interleave(replays, repetitions, device) if replays else {}
     return {subject: taken.median for subject, taken in samples.items()}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.bench import LAYER_PRESETS
+from moeblaze_ref.bench import LEAGUE_PRESETS
 from moeblaze_ref.core.config import MoEConfig, preset
 from moeblaze_ref.runtime.clock import Lap, interleave
 from moeblaze_ref.runtime.device import Device, Gpu
@@ -43,7 +43,7 @@ LAYERS = (
     "moeblaze_ref/experts/linear",
     "moeblaze_ref/experts/interleaved",
 )
-SHAPES = LAYER_PRESETS
+SHAPES = LEAGUE_PRESETS
 RUNS = 2
 INPUTS = 3  # used alternately, so that none is in the L2 cache when its step begins
 

@@ -8,11 +8,25 @@ from typing import Any
 from moeblaze_ref.backends.raw_cuda import expert_up
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.bench import KINDS, LAYER_PRESETS, counters, host, ladder, roofline, routing, stages, timed_systems
+from moeblaze_ref.bench import (
+    KINDS,
+    LAYER_PRESETS,
+    counters,
+    first_step,
+    growth,
+    host,
+    ladder,
+    launched,
+    roofline,
+    routing,
+    stages,
+    timed_systems,
+)
 from moeblaze_ref.bench import layer as whole_layer
 from moeblaze_ref.bench.timed_systems import OWN
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES, PRESETS, MoEConfig, preset
+from moeblaze_ref.core.units import MIB
 from moeblaze_ref.runtime.device import Gpu
 from moeblaze_ref.systems.capacity import check_factor
 
@@ -21,7 +35,10 @@ Job = Callable[..., list[dict[str, Any]]]
 ALL = tuple((name, None) for name in LAYER_PRESETS)
 LADDERS = tuple((name, None) for name in ladder.PRESETS)
 HOSTS = tuple((name, None) for name in host.PRESETS)
+FIRST_STEPS = tuple((name, None) for name in first_step.PRESETS)
+GROWN = ((growth.PRESET, growth.TOKENS),)
 COUNTED = tuple((name, None) for name in counters.PRESETS)
+WHERE_POSSIBLE = ("sonicmoe",)  # is timed beside a layer, unless the user names the systems
 # Presets, some with another L, of the stages that are timed beside torch: where index work and memory traffic show.
 SHAPES = {
     "dispatch": (("qwen3", 2**20), ("conf4", None)),
@@ -29,14 +46,19 @@ SHAPES = {
     "combine": (("qwen3", None), ("conf3", None)),
 }
 # The one kind that takes an option which not all of them take.
-TAKEN_BY = dict.fromkeys(("policies", "systems", "routing", "capacity_factor"), "layer") | {"stages": "stage"}
+TAKEN_BY = dict.fromkeys(("policies", "systems", "routing", "capacity_factor"), "layer") | {
+    "stages": "stage",
+    "axes": "growth",
+    "seconds": "growth",
+}
 
 
 @dataclass(frozen=True)
 class Request:
     """A user's request; None or an empty sequence stands for the default.
 
-    Policies, systems, routing and capacity_factor are of a layer, see `layer.Choice`; stages are of a step.
+    Policies, systems, routing and capacity_factor are of a layer, see `layer.Choice`; stages are of a step; axes and
+    seconds are of `growth`.
     """
 
     presets: Sequence[str] = ()  #: names, or "all" for ``LAYER_PRESETS``
@@ -46,6 +68,8 @@ class Request:
     routing: str | None = None
     capacity_factor: float | None = None
     stages: Sequence[str] = ()  #: of `roofline.stages_of`
+    axes: Sequence[str] = ()  #: of ``growth.AXES``
+    seconds: float | None = None  #: of all points of all axes, for what is timed
     versions: Sequence[str] = ()  #: of the kernels; of a layer at most one
     repetitions: int = 15  #: of each row
 
@@ -70,6 +94,9 @@ def jobs(kind: str, request: Request) -> list[Job]:
         "stage": _stage_jobs,
         "ladder": _ladder_jobs,
         "host": _host_jobs,
+        "launched": _launched_jobs,
+        "first_step": _first_step_jobs,
+        "growth": _growth_jobs,
         "counters": _counter_jobs,
     }
     return makers.get(kind, partial(_jobs_beside_torch, kind))(request)
@@ -101,6 +128,8 @@ OPTIONS = {
     "routing": "--routing",
     "capacity_factor": "--capacity-factor",
     "stages": "--stage",
+    "axes": "--of",
+    "seconds": "--seconds",
     "versions": "--kernel",
 }
 
@@ -134,6 +163,7 @@ def _layer_jobs(request: Request) -> list[Job]:
     _check_owners(request, systems or whole_layer.Choice.systems)
     given: dict[str, Any] = {
         "systems": systems,
+        "where_possible": () if systems else WHERE_POSSIBLE,
         "policies": request.policies,
         "version": next(iter(request.versions), None),
         "routing": request.routing,
@@ -144,7 +174,7 @@ def _layer_jobs(request: Request) -> list[Job]:
     )
     if choice.version:
         checks.check_name("version of layer", choice.version, raw_layer.VERSIONS)
-    checks.check_name("routing", choice.routing, routing.ROUTINGS)
+    routing.exponent_of(choice.routing)
     timed = [(name, config) for name, config in layers(request, ALL) if whole_layer.systems_to_time(config, choice)]
     if not timed:
         raise ValueError(f"{_said('systems', choice.systems)}: no layer that is asked for is small enough for graphs")
@@ -199,11 +229,46 @@ def _ladder_jobs(request: Request) -> list[Job]:
     ]
 
 
-def _host_jobs(request: Request) -> list[Job]:
+def _own_version(kind: str, request: Request) -> None:
+    """Check that the user asks for no version of the kernels."""
     if request.versions:
-        raise ValueError(f"{_said('versions', request.versions)}: bench host has the layer's own version")
+        raise ValueError(f"{_said('versions', request.versions)}: bench {kind} has the layer's own version")
+
+
+def _host_jobs(request: Request) -> list[Job]:
+    """The host's time, and if the user names no layer, what else of a step is the host's."""
+    _own_version("host", request)
     timed = layers(replace(request, tokens=request.tokens or host.TOKENS), HOSTS)
-    return [partial(host.time_host, name, config, request.repetitions) for name, config in timed]
+    jobs: list[Job] = [partial(host.time_host, name, config, request.repetitions) for name, config in timed]
+    if request.presets or request.tokens:
+        return jobs
+    return [*jobs, *_launched_jobs(request), *_first_step_jobs(request)]
+
+
+def _launched_jobs(request: Request) -> list[Job]:
+    _own_version("launched", request)
+    timed = layers(request, launched.PRESETS)
+    for name, config in timed:
+        if not whole_layer.is_small(config):
+            most = whole_layer.GRAPH_BYTES // MIB
+            raise ValueError(f"{name} is too large for graphs: a hidden tensor may have at most {most} MiB")
+    return [partial(launched.time_launched, name, config, request.repetitions) for name, config in timed]
+
+
+def _first_step_jobs(request: Request) -> list[Job]:
+    _own_version("first_step", request)
+    return [partial(first_step.time_first_step, name, config) for name, config in layers(request, FIRST_STEPS)]
+
+
+def _growth_jobs(request: Request) -> list[Job]:
+    _own_version("growth", request)
+    seconds = growth.SECONDS if request.seconds is None else checks.check_positive("seconds", request.seconds)
+    for axis in request.axes:
+        checks.check_name("axis", axis, growth.AXES)
+    bases = layers(request, GROWN)
+    axes = request.axes or tuple(growth.AXES)
+    found = [point for base in bases for axis in axes for point in growth.points(*base, axis)]
+    return [partial(growth.time_point, point, seconds / len(found), request.repetitions) for point in found]
 
 
 def _counter_jobs(request: Request) -> list[Job]:

@@ -1,16 +1,43 @@
-"""Plots of a benchmark: each system's rate against the dense product's, and the bytes it saves for backward."""
+"""Plots of a benchmark: rates against the dense product's, bytes saved for backward, and steps against a size."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from moeblaze_ref.bench.report import grouped, label
-from moeblaze_ref.core.drawing import heading, panels
+from moeblaze_ref.core.checks import check_name
+from moeblaze_ref.core.drawing import dress, heading, panels
 from moeblaze_ref.core.units import GIB
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
+from moeblaze_ref.memory.plots import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    LINES,
+    MARKERS,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    filled,
+)
 
+# The curves of `growth` by their names; the first is a bound, without marks.
+CURVES: dict[str, dict[str, Any]] = {
+    "roofline": {"color": BLACK},
+    "ours": {"color": BLUE, "marker": "o"},
+    **{
+        name: {"color": color, "marker": MARKERS[color], "linestyle": LINES[color]}
+        for name, color in (
+            ("ours as a CUDA graph", SKY),
+            ("torch.compile", VERMILLION),
+            ("torch.compile as a CUDA graph", ORANGE),
+        )
+    },
+}
 COLORS = (BLUE, SKY, VERMILLION, ORANGE, PURPLE, YELLOW, GREEN, BLACK, GREY)
 
 
@@ -73,3 +100,34 @@ def _dress(axes, presets, title, xlabel):
     axes.set_ylim(len(presets) - 0.5, -0.5)  # the first preset on top
     heading(axes, title)
     axes.set_xlabel(xlabel)
+
+
+def growth(curves: Mapping[str, Mapping[float, float]], xlabel: str, logarithmic: bool) -> Figure:
+    """Draw curves of milliseconds against a size.
+
+    Parameters
+    ----------
+    curves : mapping
+        The milliseconds of each curve by the size, by its name: one of ``CURVES``.
+    xlabel : str
+    logarithmic : bool
+        Whether the size's axis is.
+
+    Raises
+    ------
+    ValueError
+        If a curve has another name.
+    """
+    figure, axes = panels(7, 4.2)
+    for name, curve in curves.items():
+        look = CURVES[check_name("curve", name, CURVES)]
+        axes.plot([*curve], [*curve.values()], label=name, markersize=5, **look)
+    if logarithmic:
+        sizes = sorted({size for curve in curves.values() for size in curve})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
+    axes.set_yscale("log")
+    axes.set_xlabel(xlabel)
+    dress(axes, "milliseconds of a step", "forward and backward")
+    axes.legend(frameon=False, fontsize="small")
+    return figure

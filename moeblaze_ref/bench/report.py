@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 
 from moeblaze_ref.bench import accuracy
@@ -17,8 +18,8 @@ Column = tuple[str, Callable[[Any], str]]
 # Columns that are no numbers.
 WORDS = (
     *("preset", "activation", "system", "stage", "version", "routing", "bound", "idea", "kernel", "warps wait for"),
-    *("work", "launch plans"),
-    *("groups", "weights", "tile"),
+    *("work", "launch plans", "best baseline"),
+    *("axis", "groups", "weights", "tile", "remark", "way", "caches"),
 )
 
 
@@ -86,6 +87,15 @@ LAYER_COLUMNS: tuple[Column, ...] = (
     ("error", _number("error", ".1e")),
     ("row error", _number("row_error", ".1e")),
 )
+BEST_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("system", label),
+    ("routing", lambda row: row["routing"]),
+    ("step ms", _number("step_ms", ".2f")),
+    ("best baseline", lambda row: row["best_baseline"]),
+    ("its ms", lambda row: f"{row['step_ms'] * row['times_as_fast']:.2f}"),
+    ("times as fast", lambda row: ratio(row["times_as_fast"])),
+)
 STAGE_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
     ("stage", lambda row: row["stage"]),
@@ -143,7 +153,51 @@ HOST_COLUMNS: tuple[Column, ...] = (
     ("torch.add us", _number("unit_us", ".2f")),
     ("in torch.adds", _number("units", ".1f")),
 )
-COLUMNS = {"layer": LAYER_COLUMNS, "ladder": LADDER_COLUMNS, "host": HOST_COLUMNS, "counters": COUNTER_COLUMNS}
+GROWTH_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("axis", lambda row: row["axis"]),
+    ("value", lambda row: f"{row['value']:,}"),
+    ("system", label),
+    ("step ms", _number("step_ms", ".4g")),
+    ("± %", lambda row: "" if row["step_ms"] is None else _half_spread(row)),
+    ("as graph ms", _number("graph_ms", ".4g")),
+    ("roofline ms", _number("roofline_ms", ".4g")),
+    ("% of roofline", lambda row: "" if row["step_ms"] is None else f"{100 * row['roofline_ms'] / row['step_ms']:.0f}"),
+    ("experts with tokens", _number("experts", ",.0f")),
+    ("repetitions", _number("repetitions", ",.0f")),
+    ("error", _number("error", ".1e")),
+    ("row error", _number("row_error", ".1e")),
+    ("remark", lambda row: row["problem"]),
+)
+LAUNCHED_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("way", lambda row: row["way"]),
+    ("step ms", _number("step_ms", ".4g")),
+    ("± %", _half_spread),
+    ("over graphed", _number("over_graphed", ".2f")),
+    ("calls by plans", _number("plan_calls", ".0f")),
+    ("error", _number("error", ".1e")),
+    ("row error", _number("row_error", ".1e")),
+)
+FIRST_STEP_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("caches", lambda row: row["caches"]),
+    ("L", lambda row: f"{row['shape']['L']:,}"),
+    ("forward s", _number("forward_s", ".2f")),
+    ("backward s", _number("backward_s", ".2f")),
+    ("step s", _number("step_s", ".2f")),
+    ("process s", _number("process_s", ".1f")),
+    ("processes", _number("processes", ".0f")),
+)
+COLUMNS = {
+    "layer": LAYER_COLUMNS,
+    "ladder": LADDER_COLUMNS,
+    "host": HOST_COLUMNS,
+    "launched": LAUNCHED_COLUMNS,
+    "first_step": FIRST_STEP_COLUMNS,
+    "growth": GROWTH_COLUMNS,
+    "counters": COUNTER_COLUMNS,
+}
 
 
 def busy_ghz(row: Row) -> float:
@@ -173,6 +227,19 @@ def table(rows: Sequence[Any], columns: Sequence[Column] = ()) -> Table:
     for row in rows:
         shown.add_row(*(cell(row) for _, cell in columns))
     return shown
+
+
+def tables(rows: Sequence[Row]) -> Group:
+    """Return a table for the terminal for each kind of row, and one of ours beside the best baselines if it has any."""
+    best = [row for row in rows if row["kind"] == "layer" and row["policy"] and row["best_baseline"]]
+    beside = [table(best, BEST_COLUMNS)] if best else []
+    return Group(*map(table, grouped(rows, "kind").values()), *beside)
+
+
+def left_out(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each system that could not be timed on a layer."""
+    found = {(row["preset"], name): why for row in rows for name, why in (row.get("left_out") or {}).items()}
+    return [f"{preset}: {name} is left out: {why}" for (preset, name), why in found.items()]
 
 
 def markdown(rows: Sequence[Row]) -> str:

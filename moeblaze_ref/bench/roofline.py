@@ -29,13 +29,17 @@ def columns(ceilings: Ceilings, hot: Ceilings) -> dict[str, float]:
     }
 
 
-def _costs(c: MoEConfig) -> dict[str, Cost]:
-    """FLOPs and bytes of every stage of a layer, in the order of a step."""
+def _costs(c: MoEConfig, experts: int | None = None) -> dict[str, Cost]:
+    """FLOPs and bytes of every stage of a layer, in the order of a step; so many experts have tokens, by default all.
+
+    The weights of the others need not be read. Their gradients are written: they are zeros.
+    """
     s, projections = c.itemsize, 1 + c.gated
     x = c.L * c.d * s  # as large: d_x, out, d_out
     hidden = c.R * c.h * s  # a, b, y_swi, ...
     rows = c.R * c.d * s
-    weight = c.E * c.d * c.h * s  # w1, w2, w3 each
+    matrix = c.d * c.h * s  # of one expert, in w1, w2 or w3
+    weight = (c.E if experts is None else experts) * matrix  # w1, w2, w3 each, as read
     router = c.d * c.E * s
     logits = c.L * c.E * INDEX
     slots = c.R * INDEX  # gates, ids, and each list of the Dispatch
@@ -43,7 +47,7 @@ def _costs(c: MoEConfig) -> dict[str, Cost]:
     up = x + projections * weight + slots + (projections + 1) * hidden  # a, b and y_swi out
     d_hidden = x + weight + projections * hidden + 2 * slots  # in
     d_hidden += (projections + 1) * hidden + slots  # d_a, d_b, gate * y_swi and d_gates out
-    weight_gradient = Cost(product, hidden + x + slots + weight)
+    weight_gradient = Cost(product, hidden + x + slots + c.E * matrix)
     return {
         "router": Cost(2 * c.L * c.d * c.E, x + router + logits),
         "gating": Cost(0, 2 * logits + 2 * slots),  # logits in; probabilities, choice and gates out
@@ -76,9 +80,16 @@ def layer_flops(config: MoEConfig) -> int:
     return 6 * (2 + config.gated) * config.R * config.d * config.h
 
 
-def layer_roofline_ms(config: MoEConfig, ceilings: Ceilings) -> float:
+def layer_roofline_ms(config: MoEConfig, ceilings: Ceilings, experts: int | None = None) -> float:
     """Milliseconds of a step whose every stage runs at its roofline.
 
     What a policy recomputes is no part of it: the roofline is that of the result, not of the way to it.
+
+    Parameters
+    ----------
+    config : MoEConfig
+    ceilings : Ceilings
+    experts : int, optional
+        How many experts have tokens. Default: all E.
     """
-    return sum(map(ceilings.roofline_ms, _costs(config).values()))
+    return sum(map(ceilings.roofline_ms, _costs(config, experts).values()))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moeblaze_ref.bench import KINDS
-from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, each_name, show, to_file, user_errors
+from moeblaze_ref.cli.shared import AsJson, Force, Presets, Tokens, each_name, print_note, show, to_file, user_errors
 from moeblaze_ref.core import progress
 from moeblaze_ref.core.config import POLICIES
 
@@ -32,6 +32,12 @@ def bench(
         float | None, typer.Option(help="Capacity factor, for the system capacity; 1.25 by default.")
     ] = None,
     stage: Annotated[list[str] | None, typer.Option(help="Only this stage of a step; repeatable.")] = None,
+    of: Annotated[
+        list[str] | None, typer.Option(help="Only these axes of growth: L, E, h, k or skew; repeatable.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds for the timed rounds of growth; 180 by default.")
+    ] = None,
     version: Versions = None,
     repetitions: Annotated[int, typer.Option(help="How often to time each row; the tables show medians.")] = 15,
     record: Annotated[
@@ -54,6 +60,8 @@ def bench(
         routing=routing,
         capacity_factor=capacity_factor,
         stages=each_name(stage),
+        axes=each_name(of),
+        seconds=seconds,
         versions=each_name(version),
         repetitions=repetitions,
     )
@@ -64,7 +72,9 @@ def bench(
             results.check_place(record, force)
         rows = progress.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
-    show(as_json, result, functools.partial(report.table, rows))
+    show(as_json, result, functools.partial(report.tables, rows))
+    for said in report.left_out(rows):
+        print_note(said)
     if record:
         with user_errors():
             results.add(record, result, force)

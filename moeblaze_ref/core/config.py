@@ -147,6 +147,9 @@ _MODEL_LAYERS = {  # L, d, h, E, k
     ),
     "deepseek-v3": ("one layer of DeepSeek-V3, routed experts only", (16_384, 7168, 2048, 256, 8)),
     "olmoe": ("one layer of OLMoE-1B-7B", (32_768, 2048, 1024, 64, 8)),
+    "llama4-like": ("one layer of Llama-4-Scout, routed experts only", (16_384, 5120, 8192, 16, 1)),
+    "deepseek-v2-lite": ("one layer of DeepSeek-V2-Lite, routed experts only", (32_768, 2048, 1408, 64, 6)),
+    "odd": ("widths that are multiples of 8 but of no tile, and an odd L", (100_003, 1032, 1544, 24, 3)),
 }
 PRESETS = {
     "paper-deepseek": Preset(

@@ -10,13 +10,16 @@ import pytest
 import torch
 from helpers import assert_told_apart_in_grey, unmarked
 from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, PretendedDevice
+from typer.testing import CliRunner
 
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.bench import (
     accuracy,
     document,
     findings,
+    foreign,
     layer,
+    league,
     plan,
     plots,
     report,
@@ -26,6 +29,7 @@ from moeblaze_ref.bench import (
     stages,
     timed_systems,
 )
+from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import documents, provenance
 from moeblaze_ref.core.config import MoEConfig, preset
 from moeblaze_ref.core.structures import Dispatch
@@ -183,7 +187,8 @@ def test_steered_tokens_have_the_wanted_logits_and_are_moved_by_the_least():
 
 def test_popularity_is_uniform_or_falls_with_the_rank():
     torch.manual_seed(0)
-    for name, popularity in (("uniform", torch.ones(8)), ("zipf", 1 / torch.arange(1.0, 9.0))):
+    rank = torch.arange(1.0, 9.0)
+    for name, popularity in (("uniform", torch.ones(8)), ("zipf", 1 / rank), ("zipf:1.5", rank**-1.5)):
         first = routing.wanted_logits(200_000, 8, name).argmax(dim=1).bincount(minlength=8)
         assert relative_error(first / 200_000, popularity / popularity.sum()) < 0.02
 
@@ -193,6 +198,11 @@ def test_impossible_routings_are_refused():
         routing.steer(torch.zeros(3, 8), torch.zeros(8, 9), torch.zeros(3, 9))
     with pytest.raises(ValueError, match="unknown routing 'zip'"):
         routing.wanted_logits(3, 4, "zip")
+    for text in ("zipf:", "zipf:-1", "zipf:inf", "zipf:nan", "zipf:one"):
+        with pytest.raises(
+            ValueError, match=f"routing is '{text}', but what follows 'zipf:' must be a finite number >= 0"
+        ):
+            routing.wanted_logits(3, 4, text)
 
 
 # Baselines ------------------------------------------------------------------------------------------------------------
@@ -449,6 +459,11 @@ def test_ratios_and_rooflines_follow_from_the_times(layer_rows):
         assert (row["cublas_tflops"], row["copy_gb_s"]) == (FLOPS_PER_MS / 1e9, BYTES_PER_MS / 1e6)
 
 
+def test_the_best_baseline_is_the_fastest_other_system(layer_rows):
+    for row in layer_rows:
+        assert row["times_as_fast"] == min(row["ratio_to"].values()) == row["ratio_to"][row["best_baseline"]]
+
+
 def test_bytes_are_measured_and_what_is_timed_is_right(layer_rows):
     x_and_d_out = 2 * TINY.L * TINY.d * TINY.itemsize
     assert {row["peak_bytes"] for row in layer_rows} == {PEAK + x_and_d_out}
@@ -464,6 +479,9 @@ def test_a_layer_is_timed_beside_plain_torch_as_it_is_and_compiled():
     (job, *_) = plan.jobs("layer", plan.Request())
     baselines_of_ours = ("grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
     assert job.args[2].systems == ("moeblaze", "moeblaze_graphed", *baselines_of_ours)
+    assert job.args[2].where_possible == ("sonicmoe",)
+    (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("grouped_mm",)))
+    assert job.args[2].where_possible == ()
 
 
 def test_what_is_slower_does_not_read_as_equal():
@@ -478,7 +496,81 @@ def test_a_layer_that_no_graph_holds_has_no_time_as_one(monkeypatch):
     monkeypatch.setattr(device, "captured", Mock(side_effect=NoGraph("it waits for the device")))
     (row,) = layer.time_layer("tiny", TINY, layer.Choice(("gather_sum",), repetitions=1), device)
     assert row["graph_ms"] is None and row["step_ms"] > 0 and row["ratio_to"] == {}
-    assert layer._graph_times(None, [None], LARGE_HIDDEN, layer.Choice(), device) == {}
+    assert layer.graph_times(None, [None], LARGE_HIDDEN, 1, device) == {}
+
+
+# Layers of other projects, where they run -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside_sonicmoe(monkeypatch):
+    """Rows of our layer and of what stands for another project's, which runs as ``layer`` does."""
+
+    def rows(build, preset_name="tiny"):
+        monkeypatch.setitem(foreign.SYSTEMS, "sonicmoe", build)
+        choice = layer.Choice(("moeblaze", "grouped_mm"), where_possible=("sonicmoe",), repetitions=1)
+        return layer.time_layer(preset_name, TINY, choice, PretendedDevice())
+
+    return rows
+
+
+def as_baseline(run):
+    """What makes a baseline of a function on our own weights."""
+
+    def build(parameters):
+        inner = torch_grouped.build("gather_sum", parameters)
+        return foreign.Baseline(lambda x: run(inner, x), accuracy.weights_of(parameters))
+
+    return build
+
+
+def fails(inner, x):
+    raise RuntimeError("no kernel for h = 24\nsecond line")
+
+
+def missing(parameters):
+    raise ImportError("sonicmoe cannot be imported: pip install sonic-moe")
+
+
+def test_another_projects_layer_is_timed_where_it_runs(beside_sonicmoe):
+    rows = beside_sonicmoe(as_baseline(lambda inner, x: inner(x)))
+    assert [row["system"] for row in rows] == ["moeblaze", "grouped_mm", "sonicmoe"] and report.wrong(rows) == []
+    assert rows[0]["ratio_to"].keys() == {"grouped_mm", "sonicmoe"} and rows[0]["left_out"] is None
+    assert report.left_out(rows) == []
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [(missing, "sonicmoe cannot be imported: pip install sonic-moe"), (as_baseline(fails), "no kernel for h = 24")],
+    ids=["missing", "failing"],
+)
+def test_what_does_not_run_is_left_out_by_name(build, why, beside_sonicmoe):
+    rows = beside_sonicmoe(build)
+    assert [row["system"] for row in rows] == ["moeblaze", "grouped_mm"]
+    assert all(why in row["left_out"]["sonicmoe"] for row in rows)
+    (said,) = report.left_out(rows)
+    assert said.startswith("tiny: sonicmoe is left out: ") and why in said and "\n" not in said
+
+
+def test_the_best_baseline_is_of_the_run_that_is_worst_for_ours(beside_sonicmoe, tmp_path, monkeypatch):
+    rows = beside_sonicmoe(missing)
+    for run, (ratio, step) in enumerate([(1.3, 2.0), (1.1, 3.0)]):
+        changed = [row | {"step_ms": step, "times_as_fast": ratio, "best_baseline": "grouped_mm"} for row in rows]
+        results.add(tmp_path / "results" / "layer_h100.json", results.result("layer", changed, None, run + 1))
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    said = document.fill("<!-- begin best -->\n<!-- end best -->", None)
+    assert "| tiny | minimal | `grouped_mm` | 2 | 3.00 | 3.30 | 1.10 |" in said
+    assert "- tiny: sonicmoe is left out: " in said and "- device: " in said
+    assert findings.best({"rows": []}) == ""
+
+
+def test_the_command_shows_the_best_baseline_and_what_is_left_out(beside_sonicmoe, monkeypatch):
+    rows = beside_sonicmoe(missing, "conf1")
+    monkeypatch.setattr(plan, "gpu", PretendedDevice)
+    monkeypatch.setattr(plan, "jobs", lambda *of: [lambda device: rows])
+    shown = CliRunner().invoke(app, ["bench", "layer"], env={"COLUMNS": "250"})
+    assert shown.exit_code == 0 and "best baseline" in shown.stdout and "its ms" in shown.stdout
+    assert "note: conf1: sonicmoe is left out: " in shown.stderr
 
 
 # Ours as graphs -------------------------------------------------------------------------------------------------------
@@ -757,9 +849,10 @@ def test_a_wrong_stage_is_found(stage, monkeypatch):
 # What a user asks for -------------------------------------------------------------------------------------------------
 
 
-def test_all_means_the_six_layers():
+def test_all_means_the_leagues_six_layers_and_four_more():
     names = [job.args[0] for job in plan.jobs("layer", plan.Request(presets=("all",)))]
-    assert names == ["conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained"]
+    assert names[:6] == ["conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained"] == list(league.SHAPES)
+    assert names[6:] == ["llama4-like", "olmoe", "deepseek-v2-lite", "odd"]
     assert names == [job.args[0] for job in plan.jobs("layer", plan.Request())]
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), tokens=64, policies=("inputs",), routing="zipf"))
     name, config, choice = job.args
@@ -896,7 +989,15 @@ def test_a_file_of_another_kind_is_refused(content, message, tmp_path):
         results.check_place(file)
 
 
-LATER = ("row_error", "activation", "capacity_factor", *timed_systems.Losses._fields)
+LATER = (
+    "row_error",
+    "best_baseline",
+    "times_as_fast",
+    "left_out",
+    "activation",
+    "capacity_factor",
+    *timed_systems.Losses._fields,
+)
 
 
 def test_a_row_from_before_a_column_has_none_there(tmp_path, layer_rows):

@@ -156,7 +156,7 @@ def of_sanitize(done):
 
 def of_a_gpu(done):
     time = patch.object(progress, "run_with_bar", does(done, []))
-    table = patch("moeblaze_ref.bench.report.table", lambda *of: "")
+    table = patch("moeblaze_ref.bench.report.tables", lambda *of: "")
     return [patch.object(plan, "gpu", PretendedDevice), patch.object(plan, "jobs", lambda *of: []), time, table]
 
 

@@ -296,9 +296,14 @@ def test_dropped_and_padded_balance(counts, capacity):
 BYTES = ITEMSIZE | {"int32": 4, "int64": 8, "bool": 1}
 
 
+def whole_blocks(config):
+    """Blocks of 128, or the largest smaller ones that divide h."""
+    return Assumptions(block=math.gcd(config.h, 128))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_formula_evaluates_to_its_bytes(name):
-    for one in accounts(preset(name).config):
+    for one in accounts(preset(name).config, assumptions=whole_blocks(preset(name).config)):
         paper = {symbol: getattr(one.config, symbol) for symbol in "LdhEk"}
         assert one.symbols.items() >= paper.items()
         for tensor in one.tensors:
@@ -631,7 +636,8 @@ def printed(*arguments):
 @pytest.mark.parametrize("name", PRESETS)
 def test_tables_fit_100_columns_and_hold_every_row(name):
     config = preset(name).config
-    found = accounts(config)
+    assumptions = whole_blocks(config)
+    found = accounts(config, assumptions=assumptions)
     text = printed(config, found, report.preset_notes(name))
     lines = text.splitlines()
     assert "…" not in text and max(map(len, lines)) <= 100
@@ -642,7 +648,8 @@ def test_tables_fit_100_columns_and_hold_every_row(name):
             shape = " x ".join(map(str, tensor.shape)).split()
             life = "kept" if tensor.kept else "transient"
             assert [tensor.name, *shape, tensor.dtype, *tensor.formula.split(), f"{tensor.bytes:,}", life] in words
-        limits = [f"{largest_tokens(config, one.system, one.policy, size):,}" for size in GPU_CAPACITIES.values()]
+        most = (largest_tokens(config, one.system, one.policy, size, assumptions) for size in GPU_CAPACITIES.values())
+        limits = [f"{tokens:,}" for tokens in most]
         totals = [unit.text(total) for total in (one.kept_bytes, one.transient_bytes, one.peak_bytes)]
         share = ratio(one, account(config, "conventional"))
         assert [one.label, *totals, f"{share:.3f}", *limits] in words

@@ -22,6 +22,12 @@ KINDS = {
         "[performance](kernel_tables.md#the-last-version-idea-by-idea)",
     ),
     "systems": ("times of the other systems", "[performance](layer_tables.md#other-systems)"),
+    "layer": (
+        "times of every preset beside the baselines",
+        "[performance](layer_tables.md#the-best-baseline-of-each-layer)",
+    ),
+    "growth": ("a step against L, E, h, k and skew", "[how the cost grows](growth.md)"),
+    "host": ("what a step costs the host, beside CUDA graphs", "[launch plans](launch_plans.md#measure-it)"),
     "trials": (
         "what was tried on the Hopper kernels",
         "[performance](optimisation_log.md#single-trials)",
