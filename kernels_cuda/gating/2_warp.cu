@@ -10,27 +10,28 @@
 //              makes of the logits, and adds up all that reaches a logit before it writes.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    THREADS per block (whole warps); PER_LANE columns of a lane, at least E / 32; PACK, which
-//              divides E and PER_LANE; RENORMALIZE, 1 if gates are divided by their sum; BALANCE, 1 if the
-//              load-balancing loss has a gradient.
+//              divides E and PER_LANE; RENORMALIZE, 1 if gates are divided by their sum; BALANCE and Z_LOSS,
+//              1 if that loss has a gradient; Scalar type of d_logits, of s bytes.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel                grid                  block    shared bytes
-//                       bytes read                                                     bytes written
+//                       bytes read                                                          bytes written
 // softmax_top_k         ceil(32 L / THREADS)  THREADS  8 THREADS (PER_LANE + 2)
-//                       4 L E                                                          4 L E + 8 R
+//                       4 L E                                                               4 L E + 8 R
 // d_logits              ceil(32 L / THREADS)  THREADS  0
-//                       4 L E (1 + BALANCE) + 4 R (3 + BALANCE) + 128 L (1 + BALANCE)  4 L E + 4 R
+//                       4 L E (1 + BALANCE) + 4 R (3 + BALANCE) + 128 L (BALANCE + Z_LOSS)  s L E + s R
 // load_balancing_terms  ceil(32 L / THREADS)  THREADS  4 THREADS / 32
-//                       8 L E                                                          4 blocks
+//                       8 L E                                                               4 blocks
 // router_z_terms        ceil(32 L / THREADS)  THREADS  4 THREADS / 32
-//                       4 L E                                                          4 blocks
+//                       4 L E                                                               4 blocks
 // Bytes are those that threads ask for; blocks is the whole grid. Bound: memory, 8 L E + 8 R bytes
-// for softmax_top_k and 8 L E + 12 R for d_logits; they find the shares, and the losses' gradients that
+// for softmax_top_k and (4 + s) L E + 12 R for d_logits; they find the shares, and the losses' gradients that
 // every lane asks for, in the cache. At L = 262,144, E = 128, k = 8: 285 MB, 68 us at 4.2 TB/s. Each
 // choice takes some ten instructions of the warp: with many of them, those are the bound. That is why
 // exponentials and logarithms are the hardware's: of a logit x below the peak, 2 + 1.2 x ulp off at most.
 #include "common.cuh"
 #include "pack.cuh"
+#include "scalar.cuh"
 
 using Row = float[PER_LANE];  // a lane's columns of a token's row
 
@@ -52,12 +53,13 @@ __device__ __forceinline__ void load_row(const float* source, int E, float beyon
         for (int p = 0; p < PACK; ++p) row[i + p] = column(i) < E ? pack.elements[p] : beyond;
     }
 }
-__device__ __forceinline__ void store_row(float* target, int E, const Row& row) {
+template <class T>
+__device__ __forceinline__ void store_row(T* target, int E, const Row& row) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; i += PACK) {
-        Pack<float, PACK> pack;
+        Pack<T, PACK> pack;
 #pragma unroll
-        for (int p = 0; p < PACK; ++p) pack.elements[p] = row[i + p];
+        for (int p = 0; p < PACK; ++p) pack.elements[p] = from_float<T>(row[i + p]);
         if (column(i) < E) store_pack(target + column(i), pack);
     }
 }
@@ -205,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_z_terms(const float
 //   of the router z-loss      p z, z = 2 / L * d_router_z_loss * logsumexp(logits).
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_logits(const float* d_gates, const float* logits, const int* topk_experts, const float* shares,
-             const float* d_load_balancing_loss, const float* d_router_z_loss, float* d_logits, int L, int E, int k) {
+             const float* d_load_balancing_loss, const float* d_router_z_loss, Scalar* d_logits, int L, int E, int k) {
     const int token = token_of_warp();
     if (token >= L) return;
     Row row, share;
@@ -223,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     const float peak = peak_of(row), sum = exponentiate(row, peak), scale = 1.0f / sum;
     const float per_token = 1.0f / L;  // both losses are means
-    const float z = 2.0f * per_token * d_router_z_loss[0] * (peak + __logf(sum));
+    const float z = Z_LOSS ? 2.0f * per_token * d_router_z_loss[0] * (peak + __logf(sum)) : 0.0f;
     for (int i = 0; i < PER_LANE; ++i) row[i] *= scale;
     const float balance = BALANCE ? E * per_token * d_load_balancing_loss[0] : 0.0f;
     const float mean_share = BALANCE ? warp_sum(lane_dot(row, share)) : 0.0f;
@@ -242,5 +244,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     store_row(d_logits + first_of(token, E), E, row);
     __syncwarp();  // the chosen are written over what another lane may have written
     const float of_losses = prob * (z + balance * (share_of_chosen - mean_share));
-    if (lane_id() < k) d_logits[first_of(token, E) + expert] = of_losses + gate * (d_gate - mean);
+    if (lane_id() < k) d_logits[first_of(token, E) + expert] = from_float<Scalar>(of_losses + gate * (d_gate - mean));
 }

@@ -26,8 +26,12 @@ ROUTER = Contract(
     "MoEBlaze, section 2",
 )
 ROUTER_D_X = Contract(
-    "Return the gradient of x through the router alone.",
-    (D_LOGITS, WG),
+    "Return the gradient of x through the router, added to that through the experts where that is given.",
+    (
+        D_LOGITS,
+        WG,
+        Tensor("d_x", "L d", text="The gradient through the experts, which is overwritten", optional="for none"),
+    ),
     (Tensor("d_x", "L d"),),
     "MoEBlaze, section 2",
     first="wg",

@@ -488,11 +488,9 @@ def backward(
     d_x, _, d_w1, d_w2, d_w3, d_gates = expert_gradients(stages, d_out, saved, weights, overwrite, wanted)
     chosen = saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
     d_losses = d_load_balancing_loss, d_router_z_loss
-    d_x_router, d_wg = router_gradients(
-        stages, d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses, wanted
+    d_x, d_wg = router_gradients(
+        stages, d_x, d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses, wanted
     )
-    if d_x is not None:
-        d_x += d_x_router
     return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
 
 
@@ -546,6 +544,7 @@ def _rebuild(stages: Stages, saved: Saved, weights: ExpertWeights) -> tuple[Arra
 
 def router_gradients(
     stages: Stages,
+    d_x: Array | None,
     d_gates: Array,
     x: Array,
     wg: Array,
@@ -555,11 +554,12 @@ def router_gradients(
     d_router_z_loss: float | Array = 0.0,
     wanted: Collection[str] = Gradients._fields,
 ) -> tuple[Array | None, Array | None]:
-    """What the backward of every system ends with: d_x (L, d) through the router alone and d_wg (d, E), where wanted.
+    """What the backward of every system ends with: the whole d_x (L, d) and d_wg (d, E), where wanted.
 
-    ``d_gates`` (L, k) is the gradient of the gates that `route` returned for ``topk_experts`` (L, k): the logits are
-    computed again, the choice is not. x is (L, d), wg (d, E); ``renormalize`` is as in `route`. The other arguments are
-    as in `BACKWARD`. A gradient that is not wanted is None.
+    ``d_x`` is the gradient through the experts, None where it is not wanted; it is overwritten. ``d_gates`` (L, k) is
+    the gradient of the gates that `route` returned for ``topk_experts`` (L, k): the logits are computed again, the
+    choice is not. x is (L, d), wg (d, E); ``renormalize`` is as in `route`. The other arguments are as in `BACKWARD`. A
+    gradient that is not wanted is None.
     """
     if "d_x" not in wanted and "d_wg" not in wanted:
         return None, None
@@ -568,4 +568,4 @@ def router_gradients(
     d_logits = stages.gating.backward(d_gates, logits, topk_experts, renormalize, *d_losses)  # (L, E)
     del logits
     d_wg = stages.router.weight_gradient(d_logits, x) if "d_wg" in wanted else None
-    return stages.router.input_gradient(d_logits, wg) if "d_x" in wanted else None, d_wg
+    return stages.router.input_gradient(d_logits, wg, d_x) if "d_x" in wanted else None, d_wg

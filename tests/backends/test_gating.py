@@ -462,10 +462,12 @@ def test_the_lanes_have_a_place_for_every_column(num_experts, columns):
 
 @every_version
 @renormalized_or_not
-@pytest.mark.parametrize("d_loss", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("d_balance", "d_z", "dtype"), [(0.0, 0.0, "bfloat16"), (0.5, 0.0, "float32"), (0.5, 0.5, "float16")]
+)
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(300, 16, 4), (1, 33, 32), (257, 130, 1)])
 def test_the_kernels_ask_for_the_bytes_that_their_headers_state(
-    version, num_tokens, num_experts, k, d_loss, renormalize
+    version, num_tokens, num_experts, k, d_balance, d_z, dtype, renormalize
 ):
     executor = SimtExecutor()
     stage, logits = on(executor, version), make_logits(num_tokens, num_experts)
@@ -473,16 +475,29 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(
         gating = stage.forward(logits, k, renormalize)
         stage.load_balancing_loss(*gating[:2])
         stage.router_z_loss(logits)
-        stage.backward(gating.gates, logits, gating.topk_experts, renormalize, d_loss)
+        stage.backward(gating.gates, logits, gating.topk_experts, renormalize, d_balance, d_z, dtype=dtype)
     headers = stated(f"gating/{version}.cu") | stated("gating/sums.cu")
     assert {launch.kernel for launch in launches} == headers.keys()
     symbols = {"L": num_tokens, "E": num_experts, "k": k, "R": num_tokens * k, "RENORMALIZE": int(renormalize)}
-    symbols |= {"BALANCE": int(d_loss != 0), "PER_LANE": raw_gating.columns_per_lane(num_experts)}
+    symbols |= {"BALANCE": int(d_balance != 0), "Z_LOSS": int(d_z != 0), "s": np.dtype(dtype).itemsize}
+    symbols |= {"PER_LANE": raw_gating.columns_per_lane(num_experts)}
     symbols |= {"THREADS": raw_gating.THREADS, "TILES": -(-num_tokens // raw_gating.THREADS)}
     symbols |= {"N": -(-num_tokens // raw_gating.TOKENS[version])}
     for launch in launches:
         symbols["blocks"] = launch.grid[0]
         assert_as_stated(launch, headers, symbols)
+
+
+@every_version
+@renormalized_or_not
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_narrow_gradient_is_the_wide_one_rounded_once(version, renormalize, dtype):
+    stage, logits = on(SimtExecutor(), version), make_logits(37, 70)
+    routed = stage.forward(logits, 5, renormalize)
+    operands = routed.gates, logits, routed.topk_experts, renormalize, D_LOSS, D_LOSS
+    narrow = stage.backward(*operands, dtype=dtype)
+    assert narrow.dtype == dtype
+    np.testing.assert_array_equal(narrow, stage.backward(*operands).astype(dtype))
 
 
 @pytest.mark.parametrize(
@@ -546,7 +561,7 @@ FAULTS = {
             "RENORMALIZE ? exponentials_of_chosen(row, chosen, k)",
             "false ? all",
         ),
-        "the chosen get nothing of the losses": ("of_losses + gate", "gate"),
+        "the chosen get nothing of the losses": ("of_losses + of_gate", "of_gate"),
         "a term too few": ("token < L ? dot", "token < L - 1 ? dot"),
         "unscaled balancing gradient": ("E * per_token * ", ""),
         "balancing gradient without its mean": ("(shares[e] - mean_share)", "shares[e]"),
@@ -580,7 +595,7 @@ FAULTS = {
         "gradient without its mean": ("gate * (d_gate - mean)", "gate * d_gate"),
         "nothing for who was not chosen": ("RENORMALIZE ? z : z - mean", "z"),
         "renormalised gates are those of the whole row": ("gate = weight / warp_sum(weight);", ""),
-        "the chosen get nothing of the losses": ("= of_losses + gate", "= gate"),
+        "the chosen get nothing of the losses": ("(of_losses + gate", "(gate"),
         "missing barrier before the chosen are written": without_barrier("the chosen", "__syncwarp()"),
         "mean of a lane alone": ("warp_sum(lane_dot(row, share))", "lane_dot(row, share)"),
         "unscaled balancing gradient": ("E * per_token * ", ""),

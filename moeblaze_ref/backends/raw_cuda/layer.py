@@ -82,7 +82,7 @@ def packed_stages_for(
 ) -> Stages:
     """The same for weights of a layout: w1 is gate_up, w3 is down, and there is no w2. The biases are one call's."""
     version = version or default_version(dtype_of(x), *layout.widths(weights.w1, is_gated(activation)), executor)
-    how = _stages(executor, version, False), layout, activation, executor, version
+    how = _stages(executor, version, False, dtype_of(x)), layout, activation, executor, version
     return packed.replaced(*how) if biases is NONE else packed.with_biases(*how, biases)
 
 
@@ -92,12 +92,13 @@ def stages_for(x: Array, weights: ExpertWeights, executor: Executor, version: st
     if version is None or summed:
         _, d, h = weights.w1.shape
         version = default_version(dtype_of(x), d, h, executor)
-    return _stages(executor, version, summed)
+    return _stages(executor, version, summed, dtype_of(x))
 
 
 @functools.cache
-def _stages(executor: Executor, version: str, summed: bool) -> Stages:
-    return Stages(
+def _stages(executor: Executor, version: str, summed: bool, dtype: str) -> Stages:
+    """The stages of a layer whose router's products are of this dtype."""
+    stages = Stages(
         bodies(layer.RouterStage, router, executor=executor),
         bodies(layer.GatingStage, gating, executor=executor),
         bodies(layer.DispatchStage, dispatch, executor=executor),
@@ -107,6 +108,7 @@ def _stages(executor: Executor, version: str, summed: bool) -> Stages:
         bodies(layer.CombineStage, combine, executor=executor),
         _summed(executor) if summed else _in_parts(executor, version),
     )
+    return stages.with_gating(backward=functools.partial(stages.gating.backward, dtype=dtype))
 
 
 def _in_parts(executor: Executor, version: str) -> layer.Output:

@@ -112,6 +112,7 @@ def _launches(part: Part, device: torch.device, driver: Driver) -> Callable[[Ten
 _BINDINGS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.mm.default: torch.mm,
     torch.ops.aten.mm.dtype: lambda left, right, out_dtype: torch.mm(left, right, out_dtype=out_dtype),
+    torch.ops.aten.addmm_.default: Tensor.addmm_,
     torch.ops.aten.add_.Tensor: Tensor.add_,
     torch.ops.aten._to_copy.default: Tensor.to,
 }
