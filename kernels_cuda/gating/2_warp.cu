@@ -29,137 +29,22 @@
 // every lane asks for, in the cache. At L = 262,144, E = 128, k = 8: 285 MB, 68 us at 4.2 TB/s. Each
 // choice takes some ten instructions of the warp: with many of them, those are the bound. That is why
 // exponentials and logarithms are the hardware's: of a logit x below the peak, 2 + 1.2 x ulp off at most.
-#include "common.cuh"
-#include "pack.cuh"
-#include "scalar.cuh"
-
-using Row = float[PER_LANE];  // a lane's columns of a token's row
+#include "gating.cuh"
 
 __device__ __forceinline__ int token_of_warp() { return blockIdx.x * (THREADS / WARP) + warp_id(); }
 
-// Where the columns of a token, or its slots, begin: one multiplication of 32 bits by 32.
-__device__ __forceinline__ long long first_of(int token, int columns) { return (long long)token * columns; }
-
-// Neighbours: the lower of two lanes has the lower columns.
-__device__ __forceinline__ int column(int i) { return lane_id() * PER_LANE + i; }
-
-// `beyond` stands where the row has ended.
-__device__ __forceinline__ void load_row(const float* source, int E, float beyond, Row& row) {
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i += PACK) {
-        Pack<float, PACK> pack;
-        if (column(i) < E) pack = load_pack<PACK>(source + column(i));
-#pragma unroll
-        for (int p = 0; p < PACK; ++p) row[i + p] = column(i) < E ? pack.elements[p] : beyond;
-    }
-}
-template <class T>
-__device__ __forceinline__ void store_row(T* target, int E, const Row& row) {
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i += PACK) {
-        Pack<T, PACK> pack;
-#pragma unroll
-        for (int p = 0; p < PACK; ++p) pack.elements[p] = from_float<T>(row[i + p]);
-        if (column(i) < E) store_pack(target + column(i), pack);
-    }
-}
-
-__device__ __forceinline__ float peak_of(const Row& row) {
-    float peak = row[0];
-    for (int i = 1; i < PER_LANE; ++i) peak = fmaxf(peak, row[i]);
-    return warp_max(peak);
-}
-
-// Replaces each logit by exp(logit - peak) and returns their sum: exponents are at most 0, so nothing overflows.
-__device__ __forceinline__ float exponentiate(Row& row, float peak) {
-    float sum = 0.0f;
-    for (int i = 0; i < PER_LANE; ++i) sum += row[i] = __expf(row[i] - peak);
-    return warp_sum(sum);
-}
-
-struct alignas(8) Choice {
-    int ordered;  // the logit as an ordered integer
-    int expert;
-};
-
-constexpr int EXHAUSTED = -0x7fffffff - 1;  // below the ordered integer of every logit, -infinity and NaN too
-
-// In shared memory, a warp's: 32 lists of a lane's columns, each with its end, and room for k choices.
-struct Lists {
-    Choice sorted[PER_LANE + 1][WARP];
-    Choice chosen[WARP];
-};
-
-// Writes the lane's list: its columns, best first, of equal ones the lower first. Neighbours change
-// places until all are in order: half of them in turn, and never equal ones.
-__device__ __forceinline__ void write_sorted(const Row& logits, int E, Lists& lists) {
-    Choice list[PER_LANE];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-        const bool in_row = column(i - i % PACK) < E;
-        list[i] = {in_row ? to_ordered(logits[i]) : EXHAUSTED, column(i)};
-    }
-#pragma unroll
-    for (int pass = 0; pass < PER_LANE; ++pass)
-#pragma unroll
-        for (int i = pass % 2; i < PER_LANE - 1; i += 2)
-            if (list[i].ordered < list[i + 1].ordered) {
-                const Choice better = list[i + 1];
-                list[i + 1] = list[i];
-                list[i] = better;
-            }
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) lists.sorted[i][lane_id()] = list[i];
-    lists.sorted[PER_LANE][lane_id()] = {EXHAUSTED, 0};
-}
-
-// Chooses k times the best of the heads of all lists, and the list that it headed moves up. Of equal heads
-// the lowest lane's is the best, as its expert is the lowest. Every lane gets the largest logit.
-__device__ __forceinline__ float choose(Lists& lists, int k) {
-    const unsigned lower_lanes = (1u << lane_id()) - 1;
-    const Choice* next = &lists.sorted[0][lane_id()];
-    Choice head = *next;
-    const int peak = warp_max(head.ordered);
-    for (int j = 0; j < k; ++j) {
-        const bool is_best = head.ordered == warp_max(head.ordered);
-        const unsigned best = __ballot_sync(FULL_WARP, is_best);
-        if (is_best && (best & lower_lanes) == 0) {
-            lists.chosen[j] = head;
-            next += WARP;
-            head = *next;
-        }
-    }
-    __syncwarp();  // the choices are complete
-    return from_ordered(peak);
-}
-
 // probs = softmax(logits); the k best experts, best first; gates = their probabilities.
 // A token with a NaN gets k experts too, NaN before infinity, and gates of NaN.
-// Lane j writes the j-th choice, so that choices and gates are written by neighbours.
 extern "C" __global__ void __launch_bounds__(THREADS)
     softmax_top_k(const float* logits, float* probs, int* topk_experts, float* gates, int L, int E, int k) {
     DYNAMIC_SHARED(Lists, lists_of_warps);  // (THREADS / WARP,)
-    Lists& lists = lists_of_warps[warp_id()];
     const int token = token_of_warp();
     if (token >= L) return;
     Row row;
     load_row(logits + first_of(token, E), E, -infinity(), row);
-    write_sorted(row, E, lists);
-    const float peak = choose(lists, k);
-    const Choice mine = lists.chosen[lane_id()];  // of the first k lanes
-
-    const float scale = 1.0f / exponentiate(row, peak);
-    for (int i = 0; i < PER_LANE; ++i) row[i] *= scale;
+    const Routed routed = route(row, E, k, lists_of_warps[warp_id()]);
     store_row(probs + first_of(token, E), E, row);
-
-    const bool has_choice = lane_id() < k;
-    const float weight = has_choice ? __expf(from_ordered(mine.ordered) - peak) : 0.0f;
-    const float gate = weight * (RENORMALIZE ? 1.0f / warp_sum(weight) : scale);
-    if (has_choice) {
-        const long long slot = first_of(token, k) + lane_id();
-        topk_experts[slot] = mine.expert;
-        gates[slot] = gate;
-    }
+    store_choice(routed, token, k, topk_experts, gates);
 }
 
 // A lane's part of the dot product of two rows.

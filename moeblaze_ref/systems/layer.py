@@ -143,7 +143,7 @@ class CombineStage(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """A backend's stages as the layer calls them, and how y_swi becomes the output."""
+    """A backend's stages as the layer calls them, how logits become a choice, and y_swi the output."""
 
     router: RouterStage
     gating: GatingStage
@@ -152,12 +152,16 @@ class Stages(NamedTuple):
     activation: ActivationStage
     expert_down: ExpertDownStage
     combine: CombineStage
+    choice: "Choosing"
     output: "Output"
 
     def with_gating(self, **functions: Callable[..., Any]) -> "Stages":
         """The same with other functions of gating, by name, such as one that checks."""
         return self._replace(gating=self.gating._replace(**functions))
 
+
+# (stages, logits (L, E), k, renormalize, a routing (L, k) that is given or None) -> Choice
+Choosing = Callable[[Stages, Array, int, bool, Array | None], "Choice"]
 
 # (stages, tensors, w3, dispatch, gates, kept) -> out (L, d)
 Output = Callable[[Stages, dict[str, Array], Array, Dispatch, Array, tuple[str, ...]], Array]
@@ -173,6 +177,21 @@ def store_and_combine(
     return stages.combine.forward(tensors["y"], gates, dispatch)
 
 
+def choose_in_steps(stages: Stages, logits: Array, k: int, renormalize: bool, topk_experts: Array | None) -> "Choice":
+    """The choice and both losses, by the functions of gating one after the other."""
+    probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
+    if topk_experts is not None:
+        chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
+    losses = stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits)
+    return Choice(chosen, gates, *losses)
+
+
+def _gates_of(probs: Array, topk_experts: Array, renormalize: bool) -> Array:
+    """The gates (L, k) of a choice that the router did not make."""
+    gates = take_columns(probs, topk_experts)
+    return gates / gates.sum(axis=1, keepdims=True) if renormalize else gates
+
+
 _KINDS = (RouterStage, GatingStage, DispatchStage, ExpertUpStage, ActivationStage, ExpertDownStage, CombineStage)
 
 
@@ -182,7 +201,7 @@ def stages_of(*modules: ModuleType) -> Stages:
     The logits, which a router computes, are checked.
     """
     groups: Any = [bodies(kind, module) for kind, module in zip(_KINDS, modules, strict=True)]
-    return Stages._make([*groups, store_and_combine]).with_gating(forward=modules[1].forward)
+    return Stages._make([*groups, choose_in_steps, store_and_combine]).with_gating(forward=modules[1].forward)
 
 
 @dataclass(frozen=True, eq=False)
@@ -412,20 +431,9 @@ def choose(
 ) -> Choice:
     """The router alone: which experts, by which gates. Arguments as in `route`.
 
-    The logits and the probabilities (L, E) are dropped here.
+    The logits (L, E) are dropped here, and so are the probabilities where there are any.
     """
-    logits = stages.router.forward(x, wg)
-    probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
-    if topk_experts is not None:
-        chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
-    losses = stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits)
-    return Choice(chosen, gates, *losses)
-
-
-def _gates_of(probs: Array, topk_experts: Array, renormalize: bool) -> Array:
-    """The gates (L, k) of a choice that the router did not make."""
-    gates = take_columns(probs, topk_experts)
-    return gates / gates.sum(axis=1, keepdims=True) if renormalize else gates
+    return stages.choice(stages, stages.router.forward(x, wg), k, renormalize, topk_experts)
 
 
 def run_experts(

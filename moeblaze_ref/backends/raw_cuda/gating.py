@@ -18,6 +18,8 @@ DEFAULT_VERSION = "2_warp"
 THREADS = 256
 WARP = 32
 _NUMBERS: tuple[type[Any], ...] = (float, Real)  # an abstract class alone is slow to answer
+FUSED_BLOCKS = 256  # of choose_experts at most: each leaves a row of sums, which one block adds up
+SUM_THREADS = 1024  # of router_losses
 TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
 
 
@@ -64,6 +66,30 @@ def columns_per_lane(num_experts: int) -> int:
 def list_bytes(version: str, num_experts: int) -> int:
     """Shared memory of a block of softmax_top_k: 2_warp keeps every lane's columns there, in order, and the choices."""
     return 8 * THREADS * (columns_per_lane(num_experts) + 2) if version == "2_warp" else 0
+
+
+def fused_constants(num_experts: int, renormalize: bool = False, pack: int = 4) -> dict[str, Any]:
+    """Preprocessor constants of fused.cu; arguments as in `constants`."""
+    per_lane = columns_per_lane(num_experts)
+    chosen = {"THREADS": fused_threads(num_experts), "SUM_THREADS": SUM_THREADS, "PER_LANE": per_lane}
+    return chosen | {"PACK": math.gcd(num_experts, per_lane, pack), "RENORMALIZE": int(bool(renormalize))}
+
+
+@functools.cache
+def fused_threads(num_experts: int) -> int:
+    """Threads of a block of choose_experts: many, so that few blocks fill a GPU, but without spilled registers."""
+    columns = columns_per_lane(num_experts)
+    return 1024 if columns <= 2 else 512 if columns <= 16 else 256
+
+
+def fused_blocks(num_tokens: int, num_experts: int) -> int:
+    """Blocks of choose_experts for L tokens, a warp a token as far as `FUSED_BLOCKS` reach."""
+    return min(FUSED_BLOCKS, ceil_div(WARP * num_tokens, fused_threads(num_experts)))
+
+
+def fused_bytes(num_experts: int) -> int:
+    """Dynamic shared memory of a block of choose_experts: the lists of its warps, and a count of each expert."""
+    return 8 * fused_threads(num_experts) * (columns_per_lane(num_experts) + 2) + 4 * num_experts
 
 
 def _prepare(executor: Executor | None, version: str, rows: Array) -> Executor:
@@ -169,6 +195,43 @@ def forward(
     chosen = {"renormalize": renormalize}
     _over_tokens(executor, version, "softmax_top_k", logits, list_bytes(version, E), chosen, **arrays, k=k)
     return gating
+
+
+@implements(stage_contracts.GATING_WITH_LOSSES_IN_KERNELS, ARRAYS)
+def forward_with_losses(
+    logits: Array, k: int, renormalize: bool = False, executor: Executor | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """Two kernels do it all: the choice and the gates are those of `forward`, bit by bit, and the probabilities stay in
+    registers.
+    """
+    executor = executor or executor_for(logits)
+    L, E = logits.shape
+    topk_experts, gates = executor.empty((L, k), "int32"), executor.empty((L, k), "float32")
+    if L == 0:
+        return topk_experts, gates, executor.full((), "float32", 0), executor.full((), "float32", 0)
+    module = executor.load("gating/fused.cu", **fused_constants(E, renormalize, widest_pack(logits, E)))
+    blocks = fused_blocks(L, E)
+    sums = {
+        "counts": executor.empty((blocks, E), "int32"),
+        "prob_sums": executor.empty((blocks, E), "float32"),
+        "z_sums": executor.empty((blocks,), "float32"),
+    }
+    losses = {name: executor.empty((), "float32") for name in ("load_balancing_loss", "router_z_loss")}
+    module.launch(
+        "choose_experts",
+        grid=blocks,
+        block=fused_threads(E),
+        shared_bytes=fused_bytes(E),
+        logits=logits,
+        topk_experts=topk_experts,
+        gates=gates,
+        **sums,
+        L=L,
+        E=E,
+        k=k,
+    )
+    module.launch("router_losses", grid=1, block=SUM_THREADS, **sums, **losses, blocks=blocks, L=L, E=E, R=L * k)
+    return topk_experts, gates, *losses.values()
 
 
 @implements(stage_contracts.GATING_BACKWARD_IN_KERNELS, ARRAYS)

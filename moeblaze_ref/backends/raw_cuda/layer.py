@@ -1,7 +1,7 @@
 """The whole MoE layer from the raw CUDA stages: the body of ``moeblaze_ref.systems.layer`` over these stages."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from moeblaze_ref.backends.raw_cuda import activation as activation_stage
 from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, packed, router
@@ -48,8 +48,9 @@ def forward(
     """
     executor = executor or executor_for(x)
     # The router's logits are not the caller's: they are checked where they are used.
-    checked = functools.partial(gating.forward, executor=executor)
-    stages = stages_for(x, weights, executor, version).with_gating(forward=checked)
+    stages = stages_for(x, weights, executor, version)
+    stages = stages.with_gating(forward=functools.partial(gating.forward, executor=executor))
+    stages = stages._replace(choice=_fused(functools.partial(gating.forward_with_losses, executor=executor)))
     return layer.forward(stages, x, weights, k, activation, policy, renormalize, topk_experts)
 
 
@@ -106,9 +107,21 @@ def _stages(executor: Executor, version: str, summed: bool, dtype: str) -> Stage
         bodies(layer.ActivationStage, activation_stage, executor=executor),
         bodies(layer.ExpertDownStage, expert_down, executor=executor, version=version),
         bodies(layer.CombineStage, combine, executor=executor),
+        _fused(functools.partial(gating.forward_with_losses.unchecked, executor=executor)),
         _summed(executor) if summed else _in_parts(executor, version),
     )
     return stages.with_gating(backward=functools.partial(stages.gating.backward, dtype=dtype))
+
+
+def _fused(forward: Callable[..., tuple[Array, ...]]) -> layer.Choosing:
+    """A choice by `gating.forward_with_losses`; a routing that is given takes the steps one by one."""
+
+    def choice(stages, logits, k, renormalize, topk_experts):
+        if topk_experts is not None:
+            return layer.choose_in_steps(stages, logits, k, renormalize, topk_experts)
+        return layer.Choice(*forward(logits, k, renormalize))
+
+    return choice
 
 
 def _in_parts(executor: Executor, version: str) -> layer.Output:
