@@ -26,6 +26,10 @@ class IdleExecutor(TorchExecutor):
         self.launches.append(("matmul", left, right))
         return self.empty((left.shape[0], right.shape[1]), dtype)
 
+    def add_product(self, total, left, right):
+        self.launches.append(("add_product", left, right))
+        return total
+
     def _load(self, file, text=None, **constants):
         return IdleModule(KernelSource.read(file, constants, text), self.launches)
 

@@ -7,24 +7,25 @@
 // Idea         Choosing needs no copy of the row: expert by expert, the next choice is the best of
 //              those that come after the last one, by logit and then by id.
 // Runs on      sm_80 and newer; SIMT executor.
-// Constants    THREADS per block (whole warps); RENORMALIZE, 1 if gates are divided by their sum; BALANCE, 1
-//              if the load-balancing loss has a gradient.
+// Constants    THREADS per block (whole warps); RENORMALIZE, 1 if gates are divided by their sum; BALANCE and
+//              Z_LOSS, 1 if that loss has a gradient; Scalar type of d_logits, of s bytes.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel                grid               block    shared bytes
-//                       bytes read                                                           bytes written
+//                       bytes read                                                                        bytes written
 // softmax_top_k         ceil(L / THREADS)  THREADS  0
-//                       4 L E (k + 2) + 4 R                                                  4 L E + 12 R
+//                       4 L E (k + 2) + 4 R                                                               4 L E + 12 R
 // d_logits              ceil(L / THREADS)  THREADS  0
-//                       (12 L E + 4 L) (1 + BALANCE) + 4 R (6 + BALANCE) + 16 R RENORMALIZE  4 L E + 4 R
+//                       4 (3 L E (1 + BALANCE) + L (BALANCE + Z_LOSS) + R (6 + BALANCE + 4 RENORMALIZE))  s L E + s R
 // load_balancing_terms  ceil(L / THREADS)  THREADS  4 THREADS / 32
-//                       8 L E                                                                4 blocks
+//                       8 L E                                                                             4 blocks
 // router_z_terms        ceil(L / THREADS)  THREADS  4 THREADS / 32
-//                       8 L E                                                                4 blocks
+//                       8 L E                                                                             4 blocks
 // Bytes are those that threads ask for; blocks is the whole grid. Bound: memory. Neighbouring
 // threads read 4 E bytes apart: from E = 8 on, every logit asks for a 32-byte sector of its own,
 // and the choice alone reads the row k times.
 #include "common.cuh"
+#include "scalar.cuh"
 
 __device__ __forceinline__ long long token_of_thread() { return blockIdx.x * THREADS + threadIdx.x; }
 
@@ -126,14 +127,14 @@ __device__ __forceinline__ float share_of(Exponentials row, float logit) { retur
 //   of the router z-loss      p z, z = 2 / L * d_router_z_loss * logsumexp(logits).
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_logits(const float* d_gates, const float* logits, const int* topk_experts, const float* shares,
-             const float* d_load_balancing_loss, const float* d_router_z_loss, float* d_logits, int L, int E, int k) {
+             const float* d_load_balancing_loss, const float* d_router_z_loss, Scalar* d_logits, int L, int E, int k) {
     const long long token = token_of_thread();
     if (token >= L) return;
     const float* const row = logits + token * E;
     const int* const chosen = topk_experts + token * k;
     const Exponentials all = exponentials(row, E);
     const float per_token = 1.0f / L;  // both losses are means
-    const float z = 2.0f * per_token * d_router_z_loss[0] * logsumexp(all);
+    const float z = Z_LOSS ? 2.0f * per_token * d_router_z_loss[0] * logsumexp(all) : 0.0f;
     const float balance = BALANCE ? E * per_token * d_load_balancing_loss[0] : 0.0f;
     float mean_share = 0.0f;
     if (BALANCE)
@@ -147,12 +148,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float for_all = RENORMALIZE ? z : z - mean;
     for (int e = 0; e < E; ++e) {
         const float slope = BALANCE ? for_all + balance * (shares[e] - mean_share) : for_all;
-        d_logits[token * E + e] = slope * share_of(all, row[e]);
+        d_logits[token * E + e] = from_float<Scalar>(slope * share_of(all, row[e]));
     }
     for (int j = 0; j < k; ++j) {
         const int expert = chosen[j];
         const float logit = row[expert], gate = share_of(of_gates, logit);
         const float of_losses = share_of(all, logit) * (BALANCE ? z + balance * (shares[expert] - mean_share) : z);
-        d_logits[token * E + expert] = of_losses + gate * (d_gates[token * k + j] - shift - mean);
+        const float of_gate = gate * (d_gates[token * k + j] - shift - mean);
+        d_logits[token * E + expert] = from_float<Scalar>(of_losses + of_gate);
     }
 }

@@ -143,7 +143,8 @@ class Value:
 EXECUTOR = Value("executor", "Executor, optional", "What runs the kernels. Default: by where the arrays live")
 VERSION = Value("version", "str", "The kernel file, one of the module's ``VERSIONS``")
 SHARES = Value("shares", "array (E,), float32, optional", "f_e of a larger batch, of which these tokens are a part")
-ADDED = {value.name: value for value in (EXECUTOR, VERSION, SHARES)}
+RESULT_DTYPE = Value("dtype", "str", "Of the result: that of the products which take it, to which it is rounded once")
+ADDED = {value.name: value for value in (EXECUTOR, VERSION, SHARES, RESULT_DTYPE)}
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,12 @@ ROUTER = Contract(
     "MoEBlaze, section 2",
 )
 ROUTER_D_X = Contract(
-    "Return the gradient of x through the router alone.",
-    (D_LOGITS, WG),
+    "Return the gradient of x through the router, added to that through the experts where that is given.",
+    (
+        D_LOGITS,
+        WG,
+        Tensor("d_x", "L d", text="The gradient through the experts, which is overwritten", optional="for none"),
+    ),
     (Tensor("d_x", "L d"),),
     "MoEBlaze, section 2",
     first="wg",
@@ -134,6 +138,19 @@ GATING = Contract(
     (LOGITS, K, RENORMALIZE),
     (PROBS, CHOSEN, replace(GATES, text="The chosen probabilities, or those over their sum")),
     "MoEBlaze, section 2: TopK(softmax(x Wg)), Wg of shape (d, E)",
+    after=_check_k,
+    errors=", k > E",
+)
+GATING_WITH_LOSSES = Contract(
+    "Return the chosen experts and the gates of every token, and both losses of the router.",
+    (LOGITS, K, RENORMALIZE),
+    (
+        CHOSEN,
+        replace(GATES, text="The chosen probabilities, or those over their sum"),
+        Tensor("load_balancing_loss", "", ROUTING, "E * sum_e f_e P_e; 0 for no tokens"),
+        Tensor("router_z_loss", "", ROUTING, "The mean of logsumexp(logits)**2; 0 for no tokens"),
+    ),
+    "MoEBlaze, section 2; Switch Transformer (arXiv 2101.03961), section 2.2; ST-MoE (arXiv 2202.08906)",
     after=_check_k,
     errors=", k > E",
 )
@@ -539,6 +556,7 @@ def _limited(contract: Contract) -> Contract:
 
 
 GATING_IN_KERNELS = _limited(GATING)
+GATING_WITH_LOSSES_IN_KERNELS = _limited(GATING_WITH_LOSSES)
 GATING_BACKWARD_IN_KERNELS = _limited(GATING_BACKWARD)
 LOAD_BALANCING_LOSS_IN_KERNELS = _limited(LOAD_BALANCING_LOSS)
 ROUTER_Z_LOSS_IN_KERNELS = _limited(ROUTER_Z_LOSS)

@@ -759,6 +759,5 @@ def _weights_and_router_backward(s):
         yield Tensor("d_w2", (s.E, s.d, s.h), s.dtype)
     yield Tensor("logits'", (s.L, s.E), s.wide, until="d_logits")
     yield Tensor("probs'", (s.L, s.E), s.wide, until="d_logits")
-    yield Tensor("d_logits", (s.L, s.E), s.wide, until="d_wg")
-    yield Tensor("d_x_router", (s.L, s.d), s.dtype, until="d_wg")
+    yield Tensor("d_logits", (s.L, s.E), s.dtype, until="d_wg")
     yield Tensor("d_wg", (s.d, s.E), s.dtype)

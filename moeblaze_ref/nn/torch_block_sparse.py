@@ -52,9 +52,8 @@ class MegaBlocks(NamedTuple):
             of_experts.add("d_gates")  # through which the router hears of the output
         experts = _experts_backward(self, bridge, given, self.k, weights[1:], of_experts)
         stages, operands = raw_layer.stages_for(x, weights, bridge.executor), (x, weights.wg, chosen, self.renormalize)
-        d_x, d_wg = layer.router_gradients(stages, experts.d_gates, *operands, wanted=wanted, **given.d_losses)
-        if d_x is not None:
-            d_x += experts.d_x
+        gradients = experts.d_x, experts.d_gates
+        d_x, d_wg = layer.router_gradients(stages, *gradients, *operands, wanted=wanted, **given.d_losses)
         return d_x, d_wg, experts.d_w1, experts.d_w2, experts.d_w3
 
 

@@ -7,7 +7,7 @@ from moeblaze_ref.backends.raw_cuda.gating import expert_shares
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.parallel.ranks import RankGroup
 from moeblaze_ref.runtime.torch_bridge import Bridge
-from moeblaze_ref.systems.layer import GatingStage, Stages
+from moeblaze_ref.systems.layer import GatingStage, Stages, choose_in_steps
 
 
 class BatchGating:
@@ -38,7 +38,8 @@ class BatchGating:
 
     def within(self, stages: Stages) -> Stages:
         """The stages with this in place of their own."""
-        return stages.with_gating(load_balancing_loss=self.load_balancing_loss, backward=self.backward)
+        stages = stages.with_gating(load_balancing_loss=self.load_balancing_loss, backward=self.backward)
+        return stages._replace(choice=choose_in_steps)
 
     def load_balancing_loss(self, probs: Array, topk_experts: Array) -> Array:
         """Return this rank's E * sum_e f_e P_e: f_e of all ranks' rows, P_e of its own tokens."""

@@ -217,9 +217,10 @@ class _OverRanks(NamedTuple):
         experts = layer.expert_gradients(stages, d_sums, saved, weights, given.last, wanted)
         d_x, d_gates = [None if d is None else trip.back(bridge.tensor(d)) for d in (experts.d_x, experts.d_gates)]
         d_losses = {name: bridge.array(bridge.tensor(d_loss) * part) for name, d_loss in given.d_losses.items()}
-        d_x_router, d_wg = bridge.tensors(
+        d_x, d_wg = bridge.tensors(
             layer.router_gradients(
                 BatchGating(stages.gating, bridge, self.ranks, shares).within(stages),
+                bridge.array(d_x),
                 bridge.array(d_gates),
                 x,
                 weights.wg,
@@ -229,8 +230,6 @@ class _OverRanks(NamedTuple):
                 **d_losses,
             )
         )
-        if d_x is not None:
-            d_x += d_x_router
         if d_wg is not None:
             d_wg = self.ranks.total(d_wg.float()).to(d_wg.dtype)
         return *bridge.arrays([d_x, d_wg]), *self._over_holders(bridge, experts[2:5])

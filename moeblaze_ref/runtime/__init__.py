@@ -51,6 +51,9 @@ class Executor(Protocol):
     def matmul(self, left: Any, right: Any, dtype: str) -> Any:
         """A plain dense product by a library, for what needs no kernel of ours; sums are float32."""
 
+    def add_product(self, total: Any, left: Any, right: Any) -> Any:
+        """Add the same product to ``total`` in place, and return it: the sum is float32 and is rounded once."""
+
     def check(self, file: str) -> None:
         """The file's header lets it run here; otherwise a ValueError says why not."""
 

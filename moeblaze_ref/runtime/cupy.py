@@ -65,6 +65,11 @@ class CupyExecutor:
         """The dense product, summed in float32 and rounded once, by cuBLAS."""
         return (left.astype(np.float32) @ right.astype(np.float32)).astype(dtype)
 
+    def add_product(self, total: cupy.ndarray, left: cupy.ndarray, right: cupy.ndarray) -> cupy.ndarray:
+        """Add the dense product to ``total`` in place; the sum is float32 and is rounded once."""
+        total[...] = total.astype(np.float32) + self.matmul(left, right, "float32")
+        return total
+
     def check(self, file: str) -> None:
         """``kernels_cuda/<file>`` runs on the current device; otherwise a ValueError says what it needs."""
         check_gpu(file, cupy.cuda.Device().id)

@@ -54,6 +54,12 @@ class TorchExecutor:
             return torch.mm(left, right)
         return self.wide_product(left, right).to(_DTYPES[dtype])
 
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Add the dense product to ``total`` in place; the sum is float32 and is rounded once."""
+        if total.dtype == torch.float32 or left.shape[1] <= SHORT_DEPTH:
+            return total.addmm_(left, right)
+        return total.add_(self.wide_product(left, right))
+
     def wide_product(self, left: Tensor, right: Tensor) -> Tensor:
         """The dense product in float32, which torch has of narrow operands on a GPU alone."""
         return torch.mm(left, right, out_dtype=torch.float32)

@@ -143,7 +143,7 @@ class CombineStage(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """A backend's stages as the layer calls them, and how y_swi becomes the output."""
+    """A backend's stages as the layer calls them, how logits become a choice, and y_swi the output."""
 
     router: RouterStage
     gating: GatingStage
@@ -152,12 +152,16 @@ class Stages(NamedTuple):
     activation: ActivationStage
     expert_down: ExpertDownStage
     combine: CombineStage
+    choice: "Choosing"
     output: "Output"
 
     def with_gating(self, **functions: Callable[..., Any]) -> "Stages":
         """The same with other functions of gating, by name, such as one that checks."""
         return self._replace(gating=self.gating._replace(**functions))
 
+
+# (stages, logits (L, E), k, renormalize, a routing (L, k) that is given or None) -> Choice
+Choosing = Callable[[Stages, Array, int, bool, Array | None], "Choice"]
 
 # (stages, tensors, w3, dispatch, gates, kept) -> out (L, d)
 Output = Callable[[Stages, dict[str, Array], Array, Dispatch, Array, tuple[str, ...]], Array]
@@ -173,6 +177,21 @@ def store_and_combine(
     return stages.combine.forward(tensors["y"], gates, dispatch)
 
 
+def choose_in_steps(stages: Stages, logits: Array, k: int, renormalize: bool, topk_experts: Array | None) -> "Choice":
+    """The choice and both losses, by the functions of gating one after the other."""
+    probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
+    if topk_experts is not None:
+        chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
+    losses = stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits)
+    return Choice(chosen, gates, *losses)
+
+
+def _gates_of(probs: Array, topk_experts: Array, renormalize: bool) -> Array:
+    """The gates (L, k) of a choice that the router did not make."""
+    gates = take_columns(probs, topk_experts)
+    return gates / gates.sum(axis=1, keepdims=True) if renormalize else gates
+
+
 _KINDS = (RouterStage, GatingStage, DispatchStage, ExpertUpStage, ActivationStage, ExpertDownStage, CombineStage)
 
 
@@ -182,7 +201,7 @@ def stages_of(*modules: ModuleType) -> Stages:
     The logits, which a router computes, are checked.
     """
     groups: Any = [bodies(kind, module) for kind, module in zip(_KINDS, modules, strict=True)]
-    return Stages._make([*groups, store_and_combine]).with_gating(forward=modules[1].forward)
+    return Stages._make([*groups, choose_in_steps, store_and_combine]).with_gating(forward=modules[1].forward)
 
 
 @dataclass(frozen=True, eq=False)
@@ -412,20 +431,9 @@ def choose(
 ) -> Choice:
     """The router alone: which experts, by which gates. Arguments as in `route`.
 
-    The logits and the probabilities (L, E) are dropped here.
+    The logits (L, E) are dropped here, and so are the probabilities where there are any.
     """
-    logits = stages.router.forward(x, wg)
-    probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
-    if topk_experts is not None:
-        chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
-    losses = stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits)
-    return Choice(chosen, gates, *losses)
-
-
-def _gates_of(probs: Array, topk_experts: Array, renormalize: bool) -> Array:
-    """The gates (L, k) of a choice that the router did not make."""
-    gates = take_columns(probs, topk_experts)
-    return gates / gates.sum(axis=1, keepdims=True) if renormalize else gates
+    return stages.choice(stages, stages.router.forward(x, wg), k, renormalize, topk_experts)
 
 
 def run_experts(
@@ -488,11 +496,9 @@ def backward(
     d_x, _, d_w1, d_w2, d_w3, d_gates = expert_gradients(stages, d_out, saved, weights, overwrite, wanted)
     chosen = saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
     d_losses = d_load_balancing_loss, d_router_z_loss
-    d_x_router, d_wg = router_gradients(
-        stages, d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses, wanted
+    d_x, d_wg = router_gradients(
+        stages, d_x, d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses, wanted
     )
-    if d_x is not None:
-        d_x += d_x_router
     return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
 
 
@@ -546,6 +552,7 @@ def _rebuild(stages: Stages, saved: Saved, weights: ExpertWeights) -> tuple[Arra
 
 def router_gradients(
     stages: Stages,
+    d_x: Array | None,
     d_gates: Array,
     x: Array,
     wg: Array,
@@ -555,11 +562,12 @@ def router_gradients(
     d_router_z_loss: float | Array = 0.0,
     wanted: Collection[str] = Gradients._fields,
 ) -> tuple[Array | None, Array | None]:
-    """What the backward of every system ends with: d_x (L, d) through the router alone and d_wg (d, E), where wanted.
+    """What the backward of every system ends with: the whole d_x (L, d) and d_wg (d, E), where wanted.
 
-    ``d_gates`` (L, k) is the gradient of the gates that `route` returned for ``topk_experts`` (L, k): the logits are
-    computed again, the choice is not. x is (L, d), wg (d, E); ``renormalize`` is as in `route`. The other arguments are
-    as in `BACKWARD`. A gradient that is not wanted is None.
+    ``d_x`` is the gradient through the experts, None where it is not wanted; it is overwritten. ``d_gates`` (L, k) is
+    the gradient of the gates that `route` returned for ``topk_experts`` (L, k): the logits are computed again, the
+    choice is not. x is (L, d), wg (d, E); ``renormalize`` is as in `route`. The other arguments are as in `BACKWARD`. A
+    gradient that is not wanted is None.
     """
     if "d_x" not in wanted and "d_wg" not in wanted:
         return None, None
@@ -568,4 +576,4 @@ def router_gradients(
     d_logits = stages.gating.backward(d_gates, logits, topk_experts, renormalize, *d_losses)  # (L, E)
     del logits
     d_wg = stages.router.weight_gradient(d_logits, x) if "d_wg" in wanted else None
-    return stages.router.input_gradient(d_logits, wg) if "d_x" in wanted else None, d_wg
+    return stages.router.input_gradient(d_logits, wg, d_x) if "d_x" in wanted else None, d_wg

@@ -462,10 +462,12 @@ def test_the_lanes_have_a_place_for_every_column(num_experts, columns):
 
 @every_version
 @renormalized_or_not
-@pytest.mark.parametrize("d_loss", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("d_balance", "d_z", "dtype"), [(0.0, 0.0, "bfloat16"), (0.5, 0.0, "float32"), (0.5, 0.5, "float16")]
+)
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(300, 16, 4), (1, 33, 32), (257, 130, 1)])
 def test_the_kernels_ask_for_the_bytes_that_their_headers_state(
-    version, num_tokens, num_experts, k, d_loss, renormalize
+    version, num_tokens, num_experts, k, d_balance, d_z, dtype, renormalize
 ):
     executor = SimtExecutor()
     stage, logits = on(executor, version), make_logits(num_tokens, num_experts)
@@ -473,16 +475,29 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(
         gating = stage.forward(logits, k, renormalize)
         stage.load_balancing_loss(*gating[:2])
         stage.router_z_loss(logits)
-        stage.backward(gating.gates, logits, gating.topk_experts, renormalize, d_loss)
+        stage.backward(gating.gates, logits, gating.topk_experts, renormalize, d_balance, d_z, dtype=dtype)
     headers = stated(f"gating/{version}.cu") | stated("gating/sums.cu")
     assert {launch.kernel for launch in launches} == headers.keys()
     symbols = {"L": num_tokens, "E": num_experts, "k": k, "R": num_tokens * k, "RENORMALIZE": int(renormalize)}
-    symbols |= {"BALANCE": int(d_loss != 0), "PER_LANE": raw_gating.columns_per_lane(num_experts)}
+    symbols |= {"BALANCE": int(d_balance != 0), "Z_LOSS": int(d_z != 0), "s": np.dtype(dtype).itemsize}
+    symbols |= {"PER_LANE": raw_gating.columns_per_lane(num_experts)}
     symbols |= {"THREADS": raw_gating.THREADS, "TILES": -(-num_tokens // raw_gating.THREADS)}
     symbols |= {"N": -(-num_tokens // raw_gating.TOKENS[version])}
     for launch in launches:
         symbols["blocks"] = launch.grid[0]
         assert_as_stated(launch, headers, symbols)
+
+
+@every_version
+@renormalized_or_not
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_narrow_gradient_is_the_wide_one_rounded_once(version, renormalize, dtype):
+    stage, logits = on(SimtExecutor(), version), make_logits(37, 70)
+    routed = stage.forward(logits, 5, renormalize)
+    operands = routed.gates, logits, routed.topk_experts, renormalize, D_LOSS, D_LOSS
+    narrow = stage.backward(*operands, dtype=dtype)
+    assert narrow.dtype == dtype
+    np.testing.assert_array_equal(narrow, stage.backward(*operands).astype(dtype))
 
 
 @pytest.mark.parametrize(
@@ -546,7 +561,7 @@ FAULTS = {
             "RENORMALIZE ? exponentials_of_chosen(row, chosen, k)",
             "false ? all",
         ),
-        "the chosen get nothing of the losses": ("of_losses + gate", "gate"),
+        "the chosen get nothing of the losses": ("of_losses + of_gate", "of_gate"),
         "a term too few": ("token < L ? dot", "token < L - 1 ? dot"),
         "unscaled balancing gradient": ("E * per_token * ", ""),
         "balancing gradient without its mean": ("(shares[e] - mean_share)", "shares[e]"),
@@ -557,8 +572,8 @@ FAULTS = {
         "writes past its buffer": ("terms[blockIdx.x]", "terms[blockIdx.x + 1]"),
     },
     "2_warp": {
-        "writes zeros": ("topk_experts[slot] = mine.expert;", "topk_experts[slot] = 0;"),
-        "writes nothing": ("gates[slot] = gate;", ";"),
+        "writes zeros": ("topk_experts[slot] = routed.expert;", "topk_experts[slot] = 0;"),
+        "writes nothing": ("gates[slot] = routed.gate;", ";"),
         "drops the last token": ("if (token >= L) return;", "if (token >= L - 1) return;"),
         "reads the next column": ("load_pack<PACK>(source + column(i))", "load_pack<PACK>(source + column(i) + PACK)"),
         "writes a pack too many": ("(column(i) < E) store_pack", "(column(i) <= E) store_pack"),
@@ -580,7 +595,7 @@ FAULTS = {
         "gradient without its mean": ("gate * (d_gate - mean)", "gate * d_gate"),
         "nothing for who was not chosen": ("RENORMALIZE ? z : z - mean", "z"),
         "renormalised gates are those of the whole row": ("gate = weight / warp_sum(weight);", ""),
-        "the chosen get nothing of the losses": ("= of_losses + gate", "= gate"),
+        "the chosen get nothing of the losses": ("(of_losses + gate", "(gate"),
         "missing barrier before the chosen are written": without_barrier("the chosen", "__syncwarp()"),
         "mean of a lane alone": ("warp_sum(lane_dot(row, share))", "lane_dot(row, share)"),
         "unscaled balancing gradient": ("E * per_token * ", ""),
@@ -669,6 +684,129 @@ def test_the_numba_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
     assert_right(BACKENDS["numba"].open("gating"), make_logits(L, E), k)
     launched = set(kernels_as_stated(launches, sizes))
     assert launched == {kernel for name, kernel in vars(module).items() if name.endswith("_kernel")}
+
+
+# ---- the forward of a layer: fused.cu ---------------------------------------------------------
+
+MANY = raw_gating.FUSED_BLOCKS * raw_gating.fused_threads(8) // raw_gating.WARP  # tokens of which each has a warp
+
+
+def assert_fused_right(executor, logits, k, renormalize=False):
+    """The bits of `forward`, and the losses of the specification."""
+    chosen, gates, balance, z = raw_gating.forward_with_losses(logits, k, renormalize, executor=executor)
+    expected = raw_gating.forward(logits, k, renormalize, executor=Quick())
+    np.testing.assert_array_equal(chosen, expected.topk_experts)
+    np.testing.assert_array_equal(gates, expected.gates)
+    wide = logits.astype(np.float64)
+    assert relative_error(balance, reference.load_balancing_loss(reference.softmax(wide), chosen)) <= BOUND
+    assert relative_error(z, reference.router_z_loss(wide)) <= BOUND
+
+
+def fused_is_wrong(executor, logits, k, renormalize):
+    try:
+        assert_fused_right(executor, logits, k, renormalize)
+    except (AssertionError, KernelFault):
+        return True
+    return False
+
+
+@renormalized_or_not
+@pytest.mark.parametrize(("num_tokens", "num_experts", "k"), SMALL + LARGE)
+def test_the_forward_with_losses_is_that_of_the_steps(num_tokens, num_experts, k, renormalize):
+    assert_fused_right(SimtExecutor(), make_logits(num_tokens, num_experts, step=0.5), k, renormalize)
+
+
+@pytest.mark.parametrize("num_tokens", [MANY - 1, MANY + 1, 2 * MANY + 37])
+def test_a_warp_takes_several_tokens_once_each_has_one(num_tokens):
+    logits = make_logits(num_tokens, 8)
+    executor = SimtExecutor(instrumented=False)
+    assert_fused_right(executor, logits, 2)
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_every_order_of_threads_gives_the_same_bits_of_the_losses(seed):
+    logits = make_logits(280, 70, step=0.5)
+    found, expected = (raw_gating.forward_with_losses(logits, 5, executor=SimtExecutor(seed=s)) for s in (seed, 0))
+    for array, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(array, other)
+
+
+@renormalized_or_not
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "k"), [(300, 16, 4), (1, 33, 32), (257, 130, 1), (MANY + 3, 8, 2)]
+)
+def test_the_fused_kernels_ask_for_the_bytes_that_their_headers_state(num_tokens, num_experts, k, renormalize):
+    executor = SimtExecutor()
+    with executor.recording() as launches:
+        raw_gating.forward_with_losses(make_logits(num_tokens, num_experts), k, renormalize, executor=executor)
+    headers = stated("gating/fused.cu")
+    assert [launch.kernel for launch in launches] == [*headers]
+    sizes = {"L": num_tokens, "E": num_experts, "k": k, "R": num_tokens * k, "BLOCKS": launches[0].grid[0]}
+    assert sizes["BLOCKS"] == min(256, -(-32 * num_tokens // raw_gating.fused_threads(num_experts)))
+    for launch in launches:
+        assert_as_stated(launch, headers, sizes)
+
+
+def test_a_fused_forward_of_nothing_has_losses_of_nothing():
+    chosen, gates, balance, z = raw_gating.forward_with_losses(np.empty((0, 4), np.float32), 2)
+    assert chosen.shape == gates.shape == (0, 2) and balance == z == 0.0
+
+
+def test_a_fused_forward_refuses_what_the_steps_refuse():
+    for logits, k, error, message in BAD_LOGITS + BEYOND_THE_KERNELS:
+        with pytest.raises(error, match=message):
+            raw_gating.forward_with_losses(logits, k)
+
+
+@renormalized_or_not
+def test_fused_kernels_choose_k_experts_among_logits_that_are_no_numbers(renormalize):
+    logits = spoiled_logits(33)
+    chosen, gates, balance, z = raw_gating.forward_with_losses.unchecked(logits, 4, renormalize)
+    expected = launch_unchecked("2_warp", logits, 4, renormalize)
+    np.testing.assert_array_equal(chosen, expected.topk_experts)
+    np.testing.assert_array_equal(gates, expected.gates)
+    assert np.isnan(balance) and not np.isfinite(z)
+
+
+FUSED_FAULTS = {
+    "counts not cleared": ("experts_count[e] = 0;", ";"),
+    "missing barrier after clearing": without_barrier("the counts are zeros"),
+    "a choice is not counted": ("if (lane_id() < k) atomicAdd", "if (lane_id() < k - 1) atomicAdd"),
+    "every choice counted twice": ("[routed.expert], 1)", "[routed.expert], 2)"),
+    "counts that others overwrite": (
+        "atomicAdd(&experts_count[routed.expert], 1)",
+        "experts_count[routed.expert] += 1",
+    ),
+    "a choice for another slot": ("first_of(token, k) + lane_id();", "first_of(token, k) + (lane_id() + 1) % k;"),
+    "gates never written": ("gates[slot] = routed.gate;", ";"),
+    "drops the last token": ("token < L; token += stride", "token < L - 1; token += stride"),
+    "reads past the last token": ("token < L ? E : 0", "E"),
+    "the next row is the last": ("load_token(logits, token + stride, L, E, next);", ""),
+    "tokens without their probabilities": ("sums[i] += row[i];", "sums[i] = row[i];"),
+    "z is not squared": ("routed.logsumexp * routed.logsumexp", "routed.logsumexp"),
+    "every lane adds its token": ("lane_id() == 0 ? z_sum : 0.0f", "z_sum"),
+    "z without the peak": ("peak + __logf(sum)}", "__logf(sum)}"),
+    "every warp has the same lists": ("lists_of_warps[warp_id()]", "lists_of_warps[0]"),
+    "missing barrier before the rows are added up": without_barrier("the rows are complete"),
+    "forgets the last warp": ("warp < WARPS; ++warp", "warp < WARPS - 1; ++warp"),
+    "forgets the last block": ("block < blocks; block += SUM_WARPS", "block < blocks - 1; block += SUM_WARPS"),
+    "forgets the last block's z": ("block < blocks; block += SUM_THREADS", "block < blocks - 1; block += SUM_THREADS"),
+    "missing barrier before the warps are added up": without_barrier("every warp has added up its rows"),
+    "missing barrier before the next experts": without_barrier("the sums of the next experts"),
+    "experts beyond the first 32 are forgotten": ("part += float", "part = float"),
+    "counts instead of shares": ("float(all_rows) / R", "float(all_rows)"),
+    "unscaled balance": ("float(E) / L * balance", "balance"),
+    "unscaled z": ("z_sum / L", "z_sum"),
+    "losses change places": ("load_balancing_loss[0] = float(E) / L * balance", "load_balancing_loss[0] = z_sum / L"),
+}
+FUSED_TRIALS = [*TRIALS, ((MANY + 37, 8), 2, False)]
+
+
+@pytest.mark.parametrize("fault", FUSED_FAULTS)
+def test_a_fault_planted_in_the_fused_kernels_is_caught(fault):
+    planted = Planted("gating/fused.cu", *FUSED_FAULTS[fault], seed=1)
+    trials = ((make_logits(*shape, step=0.5), k, renormalize) for shape, k, renormalize in FUSED_TRIALS)
+    assert any(fused_is_wrong(planted, *trial) for trial in trials)
 
 
 # ---- bad input -------------------------------------------------------------------------------

@@ -83,6 +83,27 @@ def test_twenty_runs_give_the_same_bits_on_the_device(version):
             assert bool((array == expected).all())
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "k"), [(1, 33, 32), (37, 7, 3), (20_000, 64, 8), (3_000, 1024, 8)]
+)
+def test_the_fused_forward_is_that_of_the_steps(num_tokens, num_experts, k, renormalize):
+    import cupy
+
+    logits = cupy.asarray(make_logits(num_tokens, num_experts))
+    first = gating.forward_with_losses(logits, k, renormalize)
+    steps = gating.forward(logits, k, renormalize)
+    assert bool((first[0] == steps.topk_experts).all()) and bool((first[1] == steps.gates).all())
+    for found, expected in (
+        (first[2], gating.load_balancing_loss(steps.probs, steps.topk_experts)),
+        (first[3], gating.router_z_loss(logits)),
+    ):
+        assert abs(float(found) / float(expected) - 1) <= 1e-5
+    for _ in range(20):
+        again = gating.forward_with_losses(logits, k, renormalize)
+        assert all(bool((array == expected).all()) for array, expected in zip(again, first, strict=True))
+
+
 def test_device_arrays_are_checked_before_the_launch():
     import cupy
 

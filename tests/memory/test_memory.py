@@ -226,9 +226,9 @@ def test_a_wide_y_exists_in_halves_unless_it_is_kept(policy):
     [
         ("conventional", 256 + 96 + 4 * 192 + 96 + 48),  # in the forward: routed_x, the four (R, h), y and out
         ("paper", 256 + 48 + 4 * 192 + 3 * 48),  # d_out; a, b, y_swi, gated_y; d_gates and how it is made
-        # d_out, d_gates, d_x, the weights'; logits, probs, d_logits
-        ("minimal", 256 + 48 + 48 + 48 + 3 * 192 + 3 * 72),
-        ("inputs", 256 + 48 + 48 + 48 + 3 * 192 + 3 * 72),
+        # d_out, d_gates, d_x, the weights' and d_b
+        ("minimal", 256 + 48 + 48 + 48 + 3 * 192 + 192),
+        ("inputs", 256 + 48 + 48 + 48 + 3 * 192 + 192),
     ],
 )
 def test_small_step(policy, peak):

@@ -93,7 +93,7 @@ def test_nothing_is_launched_beside_the_plans(device):
     replays(lambda: step(layer, x), times=0)
     launched, sent = device.launched, len(device.sent)
     step(layer, x)
-    assert device.launched == launched and len(device.sent) - sent == 24
+    assert device.launched == launched and len(device.sent) - sent == 19
 
 
 def test_x_the_weights_and_the_gradient_may_be_others_in_each_step(device):

@@ -37,7 +37,7 @@ DTYPE, ACTIVATION = "float16", "geglu"
 TYPED = {"Scalar": gemm.C_TYPE[DTYPE], "THREADS": gemm.THREADS, "ACTIVATION": ACTIVATION, "PACK": 8}
 CONSTANTS = {
     "dispatch": dispatch.constants("3_single_pass", 1024, 8) | dispatch.constants("2_bitmap", 1024, 8),
-    "gating": gating.constants("2_warp", 1024),
+    "gating": gating.constants("2_warp", 1024) | gating.fused_constants(1024),
     **dict.fromkeys((*EXPERT_STAGES, "activation"), TYPED),
     "packed": TYPED | {"LAYOUT": "linear"},
     "block_sparse": TYPED | {"BLOCK": block_sparse.BLOCK, "TRANSPOSE_LHS": 0, "TRANSPOSE_RHS": 0},
@@ -138,6 +138,9 @@ def builds_of_indices():
     for version, *options in itertools.product(gating.VERSIONS, (32, 64, 128, 256, 512, 1024), (False, True)):
         constants = gating.constants(version, *options)
         yield f"gating {version} of E, renormalize = {options}", f"gating/{version}.cu", constants, HOPPER
+    for options in itertools.product((32, 64, 128, 256, 512, 1024), (False, True)):
+        constants = gating.fused_constants(*options)
+        yield f"gating fused of E, renormalize = {options}", "gating/fused.cu", constants, HOPPER
     for file in ("combine/2_vector.cu", "expert_up/sum_rows.cu", "block_sparse/rows.cu", "packed/biases.cu"):
         for pack in (1, 2, 4, 8):
             yield f"{file} in packs of {pack}", file, CONSTANTS["combine"] | {"PACK": pack}, HOPPER

@@ -70,10 +70,10 @@ def test_a_step_launches_what_it_launches_on_numpy_arrays(version, activation, m
     make_step(version=version, activation=activation)(with_losses=True)
     executor = idle(monkeypatch)
     make_step(version=version, activation=activation)(with_losses=True)
-    found = [launch for launch in executor.launches if launch[0] != "matmul"]
+    found = [launch for launch in executor.launches if launch[0] not in ("matmul", "add_product")]
     assert [launch[:4] for launch in found] == [launch[:4] for launch in launches]
     assert [[plain(v) for v in launch[4]] for launch in found] == [[plain(v) for v in launch[4]] for launch in launches]
-    assert len(found) > 20
+    assert len(found) > 15
 
 
 def test_tensors_arrive_as_addresses_and_numbers_as_their_types():
@@ -229,5 +229,5 @@ def test_a_step_takes_few_python_calls(monkeypatch):
         finally:
             sys.setprofile(previous)
     assert {"launch", "hidden_gradients"} <= {*calls}
-    assert len(executor.launches) == 26
+    assert len(executor.launches) == 21
     assert len(calls) < 380

@@ -33,12 +33,14 @@ SMALL = {
     "dispatch/1_dense_map.cu": {"expert_offsets"},
     "dispatch/2_bitmap.cu": {"expert_offsets"},
     "expert_down/gates.cu": {"gate_rows"},
+    "gating/fused.cu": {"router_losses"},
     "gating/sums.cu": {"sum_terms"},
 }
 # Which files' cases are to need the casts of a header.
 HOSTS = {
     "include/down_product.cuh": ["expert_down/as_printed.cu"],
     "include/expert_rows.cuh": ["expert_up/1_naive.cu"],
+    "include/gating.cuh": ["gating/2_warp.cu"],
     "include/hopper/epilogue.cuh": ["expert_up/7_persistent.cu"],
     "include/hopper/gradients.cuh": ["expert_up/7_persistent.cu", "expert_down/7_persistent.cu"],
     "include/hopper/hidden_gradients.cuh": ["expert_down/7_persistent.cu"],

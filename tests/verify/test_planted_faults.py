@@ -232,7 +232,7 @@ SHARED = [
         Fault("gating", version, f"{what} after the 16th", right, right.replace("k", "min(k, 16)"), file)
         for version, what, right, file in (
             ("1_naive", "choices", "choice = {-1, BEST};\n    for (int j = 0; j < k; ++j)", None),
-            ("2_warp", "choices", "has_choice = lane_id() < k;", None),
+            ("2_warp", "choices", "if (lane_id() >= k) return;", None),
             ("2_warp", "gradients", "if (lane_id() < k) {", None),
             ("2_warp", "counts", "if (lane_id() < k) histogram", "gating/sums.cu"),
         )
@@ -339,6 +339,21 @@ def test_the_check_of_the_layer_catches_a_fault_of_its_gating(monkeypatch):
     ((number, fault),) = [one for one in enumerate(FAULTS, 1) if one[1].name == "renormalised weights not divided"]
     plant(monkeypatch, fault.path, text_of(fault.path), FAULT=number)
     jobs = [job for job in check.plan(["layer"], ["simt"]) if job.args[3] == "2_tiled" and job.args[4].renormalize]
+    assert any(not row.ok for job in jobs for row in job())
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("float(all_rows) / R", "float(all_rows) / L"),
+        ("z_sum / L", "z_sum / R"),
+        ("sums[i] += row[i];", ";"),
+        ("gates[slot] = routed.gate;", "gates[slot] = 0.0f;"),
+    ],
+)
+def test_the_check_of_the_layer_catches_a_fault_of_its_fused_gating(right, wrong, monkeypatch):
+    plant(monkeypatch, "gating/fused.cu", with_fault("gating/fused.cu", right, wrong))
+    jobs = [job for job in check.plan(["layer"], ["simt"]) if job.args[3] == "2_tiled"]
     assert any(not row.ok for job in jobs for row in job())
 
 

@@ -14,8 +14,12 @@ def forward(x, wg):
 
 
 @implements(stage_contracts.ROUTER_D_X, ARRAYS)
-def input_gradient(d_logits, wg):
-    return d_logits @ wg.T
+def input_gradient(d_logits, wg, d_x=None):
+    product = d_logits @ wg.T
+    if d_x is None:
+        return product
+    d_x += product
+    return d_x
 
 
 @implements(stage_contracts.ROUTER_D_WG, ARRAYS)

@@ -5,6 +5,7 @@ import math
 from numbers import Real
 from typing import Any
 
+from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.contract import Arrays, implements
 from moeblaze_ref.core.structures import Array, Gating
@@ -17,11 +18,19 @@ DEFAULT_VERSION = "2_warp"
 THREADS = 256
 WARP = 32
 _NUMBERS: tuple[type[Any], ...] = (float, Real)  # an abstract class alone is slow to answer
+FUSED_BLOCKS = 256  # of choose_experts at most: each leaves a row of sums, which one block adds up
+SUM_THREADS = 1024  # of router_losses
 TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
 
 
 def constants(
-    version: str, num_experts: int, renormalize: bool = False, balance: bool = False, pack: int = 4
+    version: str,
+    num_experts: int,
+    renormalize: bool = False,
+    balance: bool = False,
+    z_loss: bool = False,
+    dtype: str = "float32",
+    pack: int = 4,
 ) -> dict[str, Any]:
     """Preprocessor constants of a version's file.
 
@@ -31,12 +40,17 @@ def constants(
         One of ``VERSIONS``.
     num_experts : int
         E.
-    renormalize, balance : bool
-        Whether gates are divided by their sum, and whether the load-balancing loss has a gradient.
+    renormalize : bool
+        Whether gates are divided by their sum.
+    balance, z_loss : bool
+        Whether that loss has a gradient.
+    dtype : str
+        Of the logits' gradient.
     pack : int
         Columns that may be moved at once: 1, 2 or 4.
     """
-    chosen = {"THREADS": THREADS, "RENORMALIZE": int(bool(renormalize)), "BALANCE": int(balance)}
+    chosen: dict[str, Any] = {"THREADS": THREADS, "RENORMALIZE": int(bool(renormalize)), "Scalar": C_TYPE[dtype]}
+    chosen |= {"BALANCE": int(balance), "Z_LOSS": int(z_loss)}
     if version == "2_warp":
         chosen["PER_LANE"] = columns_per_lane(num_experts)
         chosen["PACK"] = math.gcd(num_experts, chosen["PER_LANE"], pack)
@@ -54,6 +68,30 @@ def list_bytes(version: str, num_experts: int) -> int:
     return 8 * THREADS * (columns_per_lane(num_experts) + 2) if version == "2_warp" else 0
 
 
+def fused_constants(num_experts: int, renormalize: bool = False, pack: int = 4) -> dict[str, Any]:
+    """Preprocessor constants of fused.cu; arguments as in `constants`."""
+    per_lane = columns_per_lane(num_experts)
+    chosen = {"THREADS": fused_threads(num_experts), "SUM_THREADS": SUM_THREADS, "PER_LANE": per_lane}
+    return chosen | {"PACK": math.gcd(num_experts, per_lane, pack), "RENORMALIZE": int(bool(renormalize))}
+
+
+@functools.cache
+def fused_threads(num_experts: int) -> int:
+    """Threads of a block of choose_experts: many, so that few blocks fill a GPU, but without spilled registers."""
+    columns = columns_per_lane(num_experts)
+    return 1024 if columns <= 2 else 512 if columns <= 16 else 256
+
+
+def fused_blocks(num_tokens: int, num_experts: int) -> int:
+    """Blocks of choose_experts for L tokens, a warp a token as far as `FUSED_BLOCKS` reach."""
+    return min(FUSED_BLOCKS, ceil_div(WARP * num_tokens, fused_threads(num_experts)))
+
+
+def fused_bytes(num_experts: int) -> int:
+    """Dynamic shared memory of a block of choose_experts: the lists of its warps, and a count of each expert."""
+    return 8 * fused_threads(num_experts) * (columns_per_lane(num_experts) + 2) + 4 * num_experts
+
+
 def _prepare(executor: Executor | None, version: str, rows: Array) -> Executor:
     """The executor for an (L, E) array, once the version is known."""
     checks.check_name("version of gating", version, VERSIONS)
@@ -65,17 +103,18 @@ def _over_tokens(
     version: str,
     kernel: str,
     rows: Array,
-    renormalize: bool = False,
-    balance: bool = False,
     shared_bytes: int = 0,
+    chosen: dict[str, Any] | None = None,
     **arguments: Any,
 ):
-    """Run a kernel of the version over every token of an (L, E) array; no token, no launch."""
+    """Run a kernel of the version over every token of an (L, E) array; no token, no launch.
+
+    ``chosen`` are options of `constants`.
+    """
     L, E = rows.shape
     if L:
-        module = executor.load(
-            f"gating/{version}.cu", **constants(version, E, renormalize, balance, widest_pack(rows, E))
-        )
+        options = constants(version, E, **chosen or {}, pack=widest_pack(rows, E))
+        module = executor.load(f"gating/{version}.cu", **options)
         launch = {"grid": ceil_div(L, TOKENS[version]), "block": THREADS, "shared_bytes": shared_bytes}
         module.launch(kernel, **launch, L=L, E=E, **arguments)
 
@@ -153,10 +192,46 @@ def forward(
         gates=executor.empty((L, k), "float32"),
     )
     arrays = {"logits": logits, **gating._asdict()}
-    _over_tokens(
-        executor, version, "softmax_top_k", logits, renormalize, shared_bytes=list_bytes(version, E), **arrays, k=k
-    )
+    chosen = {"renormalize": renormalize}
+    _over_tokens(executor, version, "softmax_top_k", logits, list_bytes(version, E), chosen, **arrays, k=k)
     return gating
+
+
+@implements(stage_contracts.GATING_WITH_LOSSES_IN_KERNELS, ARRAYS)
+def forward_with_losses(
+    logits: Array, k: int, renormalize: bool = False, executor: Executor | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """Two kernels do it all: the choice and the gates are those of `forward`, bit by bit, and the probabilities stay in
+    registers.
+    """
+    executor = executor or executor_for(logits)
+    L, E = logits.shape
+    topk_experts, gates = executor.empty((L, k), "int32"), executor.empty((L, k), "float32")
+    if L == 0:
+        return topk_experts, gates, executor.full((), "float32", 0), executor.full((), "float32", 0)
+    module = executor.load("gating/fused.cu", **fused_constants(E, renormalize, widest_pack(logits, E)))
+    blocks = fused_blocks(L, E)
+    sums = {
+        "counts": executor.empty((blocks, E), "int32"),
+        "prob_sums": executor.empty((blocks, E), "float32"),
+        "z_sums": executor.empty((blocks,), "float32"),
+    }
+    losses = {name: executor.empty((), "float32") for name in ("load_balancing_loss", "router_z_loss")}
+    module.launch(
+        "choose_experts",
+        grid=blocks,
+        block=fused_threads(E),
+        shared_bytes=fused_bytes(E),
+        logits=logits,
+        topk_experts=topk_experts,
+        gates=gates,
+        **sums,
+        L=L,
+        E=E,
+        k=k,
+    )
+    module.launch("router_losses", grid=1, block=SUM_THREADS, **sums, **losses, blocks=blocks, L=L, E=E, R=L * k)
+    return topk_experts, gates, *losses.values()
 
 
 @implements(stage_contracts.GATING_BACKWARD_IN_KERNELS, ARRAYS)
@@ -170,6 +245,7 @@ def backward(
     shares: Array | None = None,
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
+    dtype: str = "float32",
 ) -> Array:
     """One kernel over the rows, which computes the probabilities again in registers. A loss gradient on the GPU is read
     there: the host does not wait for its value.
@@ -177,10 +253,10 @@ def backward(
     k = topk_experts.shape[1]
     executor = _prepare(executor, version, logits)
     L, E = logits.shape
-    d_logits = executor.empty((L, E), "float32")
+    d_logits = executor.empty((L, E), dtype)
     if L == 0:
         return d_logits
-    balance = not (isinstance(d_load_balancing_loss, _NUMBERS) and d_load_balancing_loss == 0)
+    balance, z_loss = not _is_zero(d_load_balancing_loss), not _is_zero(d_router_z_loss)
     nothing = executor.empty((0,), "float32")
     if not balance:
         shares = nothing
@@ -191,18 +267,22 @@ def backward(
         version,
         "d_logits",
         logits,
-        renormalize,
-        balance,
+        chosen={"renormalize": renormalize, "balance": balance, "z_loss": z_loss, "dtype": dtype},
         d_gates=d_gates,
         logits=logits,
         topk_experts=topk_experts,
         shares=shares,
         d_load_balancing_loss=_on_device(executor, d_load_balancing_loss) if balance else nothing,
-        d_router_z_loss=_on_device(executor, d_router_z_loss),
+        d_router_z_loss=_on_device(executor, d_router_z_loss) if z_loss else nothing,
         d_logits=d_logits,
         k=k,
     )
     return d_logits
+
+
+def _is_zero(value: float | Array) -> bool:
+    """Whether this is the number 0; what an array holds is not looked at."""
+    return isinstance(value, _NUMBERS) and value == 0
 
 
 def _on_device(executor: Executor, value: float | Array) -> Array:

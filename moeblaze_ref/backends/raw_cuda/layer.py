@@ -1,7 +1,7 @@
 """The whole MoE layer from the raw CUDA stages: the body of ``moeblaze_ref.systems.layer`` over these stages."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from moeblaze_ref.backends.raw_cuda import activation as activation_stage
 from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, packed, router
@@ -48,8 +48,9 @@ def forward(
     """
     executor = executor or executor_for(x)
     # The router's logits are not the caller's: they are checked where they are used.
-    checked = functools.partial(gating.forward, executor=executor)
-    stages = stages_for(x, weights, executor, version).with_gating(forward=checked)
+    stages = stages_for(x, weights, executor, version)
+    stages = stages.with_gating(forward=functools.partial(gating.forward, executor=executor))
+    stages = stages._replace(choice=_fused(functools.partial(gating.forward_with_losses, executor=executor)))
     return layer.forward(stages, x, weights, k, activation, policy, renormalize, topk_experts)
 
 
@@ -82,7 +83,7 @@ def packed_stages_for(
 ) -> Stages:
     """The same for weights of a layout: w1 is gate_up, w3 is down, and there is no w2. The biases are one call's."""
     version = version or default_version(dtype_of(x), *layout.widths(weights.w1, is_gated(activation)), executor)
-    how = _stages(executor, version, False), layout, activation, executor, version
+    how = _stages(executor, version, False, dtype_of(x)), layout, activation, executor, version
     return packed.replaced(*how) if biases is NONE else packed.with_biases(*how, biases)
 
 
@@ -92,12 +93,13 @@ def stages_for(x: Array, weights: ExpertWeights, executor: Executor, version: st
     if version is None or summed:
         _, d, h = weights.w1.shape
         version = default_version(dtype_of(x), d, h, executor)
-    return _stages(executor, version, summed)
+    return _stages(executor, version, summed, dtype_of(x))
 
 
 @functools.cache
-def _stages(executor: Executor, version: str, summed: bool) -> Stages:
-    return Stages(
+def _stages(executor: Executor, version: str, summed: bool, dtype: str) -> Stages:
+    """The stages of a layer whose router's products are of this dtype."""
+    stages = Stages(
         bodies(layer.RouterStage, router, executor=executor),
         bodies(layer.GatingStage, gating, executor=executor),
         bodies(layer.DispatchStage, dispatch, executor=executor),
@@ -105,8 +107,21 @@ def _stages(executor: Executor, version: str, summed: bool) -> Stages:
         bodies(layer.ActivationStage, activation_stage, executor=executor),
         bodies(layer.ExpertDownStage, expert_down, executor=executor, version=version),
         bodies(layer.CombineStage, combine, executor=executor),
+        _fused(functools.partial(gating.forward_with_losses.unchecked, executor=executor)),
         _summed(executor) if summed else _in_parts(executor, version),
     )
+    return stages.with_gating(backward=functools.partial(stages.gating.backward, dtype=dtype))
+
+
+def _fused(forward: Callable[..., tuple[Array, ...]]) -> layer.Choosing:
+    """A choice by `gating.forward_with_losses`; a routing that is given takes the steps one by one."""
+
+    def choice(stages, logits, k, renormalize, topk_experts):
+        if topk_experts is not None:
+            return layer.choose_in_steps(stages, logits, k, renormalize, topk_experts)
+        return layer.Choice(*forward(logits, k, renormalize))
+
+    return choice
 
 
 def _in_parts(executor: Executor, version: str) -> layer.Output:

@@ -18,10 +18,13 @@ def forward(x: Array, wg: Array, executor: Executor | None = None) -> Array:
 
 
 @implements(stage_contracts.ROUTER_D_X, gemm.ARRAYS)
-def input_gradient(d_logits: Array, wg: Array, executor: Executor | None = None) -> Array:
-    """d_logits is rounded to the dtype of wg for the product, whose sums are float32."""
+def input_gradient(d_logits: Array, wg: Array, d_x: Array | None = None, executor: Executor | None = None) -> Array:
+    """d_logits is rounded to the dtype of wg for the product, whose sums are float32. The sum with d_x is rounded
+    once.
+    """
     executor, dtype = executor or executor_for(wg), dtype_of(wg)
-    return executor.matmul(executor.cast(d_logits, dtype), wg.T, dtype)
+    narrow = executor.cast(d_logits, dtype)
+    return executor.matmul(narrow, wg.T, dtype) if d_x is None else executor.add_product(d_x, narrow, wg.T)
 
 
 @implements(stage_contracts.ROUTER_D_WG, gemm.ARRAYS)

@@ -117,6 +117,7 @@ def _launches(part: Part, device: torch.device, driver: Driver) -> Callable[[Ten
 # The same operations by torch's Python bindings, which cost the host 2 microseconds less than an overload.
 _BINDINGS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.addmm_.default: Tensor.addmm_,
     torch.ops.aten.add_.Tensor: Tensor.add_,
     torch.ops.aten._to_copy.default: Tensor.to,
 }

@@ -231,6 +231,11 @@ class SimtExecutor:
         product: np.ndarray = left.astype(np.float32) @ right.astype(np.float32)
         return product.astype(dtype)
 
+    def add_product(self, total: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """Add the dense product to ``total`` in place; the sum is float32 and is rounded once."""
+        total[...] = total.astype(np.float32) + self.matmul(left, right, "float32")
+        return total
+
     def check(self, file: str) -> None:
         """The header of ``kernels_cuda/<file>`` names the SIMT executor; otherwise a ValueError says so."""
         KernelSource.read(file, {}).check_simt()

@@ -190,7 +190,7 @@ class Trial:
 
     def constants_of(self, renormalize: bool) -> dict[str, Any]:
         """Return the constants that the kernel is compiled with."""
-        terms = {"ACTIVATION": self.activation, "RENORMALIZE": int(renormalize), "BALANCE": 1}
+        terms = {"ACTIVATION": self.activation, "RENORMALIZE": int(renormalize), "BALANCE": 1, "Z_LOSS": 1}
         return self.kernel.constants(self.dtype, terms | self.launch.threads, self.constants)
 
     def symbols_of(self, constants: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:

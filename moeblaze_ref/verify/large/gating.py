@@ -4,7 +4,7 @@ import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import gating as reference
 from moeblaze_ref.backends.raw_cuda import gating
-from moeblaze_ref.runtime.sparse import ZEROS, Launch
+from moeblaze_ref.runtime.sparse import ZEROS, Launch, Parts
 from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
 
 L, E, k = 2**22 + 4, 1024, 2
@@ -13,13 +13,15 @@ SHAPE = f"L={L}, E={E}, k={k}"
 COUNTED = 2**30 + 4  # tokens: the counts (L / THREADS, E) are more than 2**32
 # A block that walks a column of them touches a page for each tile: fewer tokens, and more experts than dispatch takes.
 SHARED, MANY = 2**19 + 2**11, 2**20
+WARPS = gating.fused_threads(E) // gating.WARP  # of a block of fused.cu
+STRIDE = gating.FUSED_BLOCKS * WARPS  # tokens that its grid takes at a time
 LAST = np.s_[-FEW:]
 D_LOSSES = (L / E, float(L))  # of order 1 for each token
 
 
 def cases() -> list[Case]:
     """Every kernel whose indices can pass 2**31; the others see tokens, experts or blocks alone."""
-    found = [_expert_counts(), _expert_shares()]
+    found = [_choose_experts(), _expert_counts(), _expert_shares()]
     for version in gating.VERSIONS:
         found += [_softmax_top_k(version), _d_logits(version), _load_balancing_terms(version), _router_z_terms(version)]
     return found
@@ -43,6 +45,27 @@ def _softmax_top_k(version: str) -> Case:
     logits_of = lambda executor: executor.empty((L, E), "float32")
     call = lambda executor: gating.forward.unchecked(logits_of(executor), k, executor=executor, version=version)
     return _case(version, launch, call)
+
+
+def _choose_experts() -> Case:
+    """The last block's warps take many tokens of zeros, which choose the first experts, and one beyond 2**31 each."""
+    passes = 2**31 // (E * STRIDE)  # over tokens of zeros
+    tokens = (passes + 1) * STRIDE
+    logits, last = values(WARPS, E), np.s_[-WARPS:]
+    probs, chosen, gates = reference.forward(exactly(logits), k)
+    counts = np.bincount(chosen.ravel(), minlength=E) + passes * WARPS * (np.arange(E) < k)
+    before = [np.s_[first : tokens - WARPS : STRIDE] for first in range(STRIDE - WARPS, STRIDE)]
+    given = {"logits": [*((rows, ZEROS) for rows in before), (last, logits)]}
+    expected: dict[str, Parts] = {
+        "topk_experts": [*((rows, np.arange(k)) for rows in before), (last, chosen)],
+        "gates": [*((rows, 1 / E) for rows in before), (last, gates)],
+        "counts": [(np.s_[-1:], counts)],
+        "prob_sums": [(np.s_[-1:], probs.sum(axis=0) + passes * WARPS / E)],
+    }
+    logits_of = lambda executor: executor.empty((tokens, E), "float32")
+    call = lambda executor: gating.forward_with_losses.unchecked(logits_of(executor), k, executor=executor)
+    launch = Launch("choose_experts", last_block, given, expected)
+    return Case("gating", "fused", f"L E: L={tokens}, E={E}, k={k}", "float32", launch, call)
 
 
 def _shares(chosen: np.ndarray) -> np.ndarray:
