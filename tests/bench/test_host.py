@@ -112,7 +112,10 @@ def graphs(monkeypatch):
     return device
 
 
-def test_a_small_layer_is_timed_in_each_way_beside_its_graphs(graphs, monkeypatch):
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_small_layer_is_timed_in_each_way_beside_its_graphs(graphs, monkeypatch, in_use):
+    monkeypatch.setattr(launch_plans, "_in_use", in_use)
+
     def step(scene, subject, number=0, lap=lambda: None):
         plans = launch_plans._in_use and launch_plans._allowed.get()
         graphs.now += {("moeblaze", False): 50, ("moeblaze", True): 20, ("moeblaze_graphed", False): 10}[
@@ -128,7 +131,7 @@ def test_a_small_layer_is_timed_in_each_way_beside_its_graphs(graphs, monkeypatc
     assert ways == pytest.approx({"launched": 51, "launched, plans": 21, "graphed": 11}, abs=0.1)  # a lap takes one
     assert {row["way"]: row["over_graphed"] for row in rows} == {way: ms / ways["graphed"] for way, ms in ways.items()}
     assert report.wrong(rows) == [] and all(row["error"] > 0 for row in rows) and graphs.replays > 0
-    assert not launch_plans._in_use
+    assert launch_plans._in_use is in_use
 
 
 def test_calls_that_replay_a_plan_are_counted(monkeypatch):
