@@ -138,6 +138,8 @@ def builds_of_indices():
     for version, *options in itertools.product(gating.VERSIONS, (32, 64, 128, 256, 512, 1024), (False, True)):
         constants = gating.constants(version, *options)
         yield f"gating {version} of E, renormalize = {options}", f"gating/{version}.cu", constants, HOPPER
+        narrow = gating.constants(version, *options, balance=True, z_loss=True, dtype="bfloat16")
+        yield f"gating {version} of E, renormalize = {options}, all to bfloat16", f"gating/{version}.cu", narrow, HOPPER
     for options in itertools.product((32, 64, 128, 256, 512, 1024), (False, True)):
         constants = gating.fused_constants(*options)
         yield f"gating fused of E, renormalize = {options}", "gating/fused.cu", constants, HOPPER
