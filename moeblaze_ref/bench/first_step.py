@@ -1,7 +1,8 @@
 """Time the first training step of fresh processes: with empty caches of kernels on the disk, then with warm ones.
 
-Each process makes a layer and its inputs, waits for the device, and times the forward and the backward. The kernels are
-compiled in the first of them, or loaded from the caches. ``python -m moeblaze_ref.bench.first_step`` is such a process.
+Each process makes a layer and its inputs, waits for the device, and times the forward and the backward of the output's
+sum. The kernels are compiled in the first of them, or loaded from the caches.
+``python -m moeblaze_ref.bench.first_step`` is such a process.
 """
 
 import json
@@ -97,15 +98,14 @@ def first_step(config: MoEConfig, device: str) -> dict[str, float]:
     """Make a layer and return the seconds of its first forward, its first backward, and both."""
     place: dict[str, Any] = {"device": device, "dtype": getattr(torch, config.dtype)}
     layer = MoELayer(config.d, config.h, config.E, config.k, config.activation, **place)
-    x, d_out = (torch.randn(config.L, config.d, **place) for _ in range(2))  # (L, d)
-    leaves = [x.requires_grad_(), *layer.parameters()]
+    x = torch.randn(config.L, config.d, **place).requires_grad_()  # (L, d)
     settle: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     settle()
     start = time.perf_counter()
-    out = layer(x).out
+    total = layer(x).out.sum()
     settle()
     middle = time.perf_counter()
-    torch.autograd.grad(out, leaves, d_out)
+    torch.autograd.grad(total, [x, *layer.parameters()])
     settle()
     end = time.perf_counter()
     return {"forward_s": middle - start, "backward_s": end - middle, "step_s": end - start}
