@@ -5,6 +5,7 @@ from operator import itemgetter
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from moeblaze_ref.bench.report import grouped, label
 from moeblaze_ref.core.checks import check_name
@@ -111,7 +112,7 @@ def growth(curves: Mapping[str, Mapping[float, float]], xlabel: str, logarithmic
         The milliseconds of each curve by the size, by its name: one of ``CURVES``.
     xlabel : str
     logarithmic : bool
-        Whether the size's axis is.
+        Whether the axes are; otherwise the milliseconds begin at 0.
 
     Raises
     ------
@@ -126,8 +127,13 @@ def growth(curves: Mapping[str, Mapping[float, float]], xlabel: str, logarithmic
         sizes = sorted({size for curve in curves.values() for size in curve})
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
-    axes.set_yscale("log")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_xlabel(xlabel)
     dress(axes, "milliseconds of a step", "forward and backward")
-    axes.legend(frameon=False, fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
