@@ -24,6 +24,7 @@ CALLS = 10  # of one contender in a row, whose times are one sample
 WARM_UP = 3  # rounds: the kernels are compiled, and the plans recorded
 WORKS = ("forward", "step")
 UNIT = "torch.add"
+FLOOR = "step of an empty node"  # what autograd alone costs
 Contender = tuple[str, bool]  # of WORKS, and whether launch plans are allowed
 
 
@@ -35,7 +36,7 @@ class Row:
     preset: str
     shape: dict[str, int]  #: {L, d, h, E, k}
     dtype: str
-    work: str  #: "forward", of a training step; or "step", forward and backward
+    work: str  #: "forward", of a training step; "step", forward and backward; or that of a node without kernels
     plans: bool  #: whether launch plans were replayed
     host_us: float  #: median of one call, microseconds
     quartiles_us: tuple[float, float]  #: first and third
@@ -49,7 +50,7 @@ def time_host(preset: str, config: MoEConfig, repetitions: int, device: Device) 
     ``preset`` is the layer's name in the rows.
     """
     works = works_of(config, device)
-    contenders: dict[Any, Callable[[], object]] = {UNIT: unit_of(device)}
+    contenders: dict[Any, Callable[[], object]] = {UNIT: unit_of(device), (FLOOR, False): empty_step_of(config, device)}
     contenders |= {(name, plans): _called(work, plans) for name, work in works.items() for plans in (False, True)}
     before = use_launch_plans()
     try:
@@ -72,8 +73,7 @@ def time_host(preset: str, config: MoEConfig, repetitions: int, device: Device) 
                 units=host / unit,
             )
         )
-        for name in works
-        for plans in (False, True)
+        for name, plans in [key for key in samples if key != UNIT]
     ]
 
 
@@ -93,6 +93,28 @@ def unit_of(device: Device) -> Callable[[], object]:
     """One ``torch.add`` of two small tensors."""
     left, right = (torch.ones(TOKENS, device=device.torch_device) for _ in range(2))
     return lambda: torch.add(left, right)
+
+
+class _Empty(torch.autograd.Function):
+    """A node that saves what it is given, as the layer's does, and runs no kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return d_out, *ctx.saved_tensors[1:]
+
+
+def empty_step_of(config: MoEConfig, device: Device) -> Callable[[], object]:
+    """A step of a node with the layer's tensors that does nothing: forward and backward."""
+    place: dict[str, Any] = {"device": device.torch_device, "dtype": getattr(torch, config.dtype)}
+    x, d_out = (torch.randn(config.L, config.d, **place) for _ in range(2))  # (L, d)
+    leaves = [x, *MoELayer(config.d, config.h, config.E, config.k, config.activation, **place).parameters()]
+    x.requires_grad_()
+    return lambda: torch.autograd.grad(_Empty.apply(*leaves), leaves, d_out)
 
 
 def _called(work: Callable[[], object], plans: bool) -> Callable[[], object]:

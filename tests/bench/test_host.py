@@ -15,7 +15,14 @@ from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.nn import launch_plans
 
 TINY = MoEConfig(L=5, d=16, h=24, E=4, k=2)
-COSTS = {host.UNIT: 4, ("forward", False): 400, ("forward", True): 100, ("step", False): 900, ("step", True): 240}
+COSTS = {
+    host.UNIT: 4,
+    (host.FLOOR, False): 80,
+    ("forward", False): 400,
+    ("forward", True): 100,
+    ("step", False): 900,
+    ("step", True): 240,
+}
 
 
 class Clock:
@@ -25,6 +32,7 @@ class Clock:
         self.now, self.calls = 0.0, []
         monkeypatch.setattr(host.time, "perf_counter", lambda: self.now / 1e6)
         monkeypatch.setattr(host, "unit_of", lambda device: lambda: self.take(host.UNIT))
+        monkeypatch.setattr(host, "empty_step_of", lambda *_: lambda: self.take((host.FLOOR, False)))
         monkeypatch.setattr(host, "works_of", lambda config, device: {name: self.work(name) for name in host.WORKS})
 
     def work(self, name):
@@ -57,6 +65,8 @@ def test_the_step_has_every_gradient_and_the_forward_keeps_what_a_step_needs():
         *[(4, 16, 24)] * 2,
         (4, 24, 16),
     ]
+    empty = host.empty_step_of(TINY, PretendedDevice())()
+    assert [tuple(gradient.shape) for gradient in empty] == [tuple(gradient.shape) for gradient in works["step"]()]
     assert torch.equal(host.unit_of(PretendedDevice())(), torch.full((host.TOKENS,), 2.0))
 
 
@@ -94,7 +104,7 @@ def test_the_command_shows_and_records_the_rows(monkeypatch, tmp_path):
     shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     found = results.load(file)
-    assert [row["units"] for row in found["rows"]] == pytest.approx([100, 25, 225, 60])
+    assert [row["units"] for row in found["rows"]] == pytest.approx([20, 100, 25, 225, 60])
     assert found["runs"] == [{"kind": "host", "clocks": PretendedDevice().clocks(), "repetitions": 2}]
     assert report.wrong(found["rows"]) == []
     for cell in ("launch plans", "60.0", "225.0", "conf3, L=64"):
