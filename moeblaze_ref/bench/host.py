@@ -24,7 +24,7 @@ CALLS = 10  # of one contender in a row, whose times are one sample
 WARM_UP = 3  # rounds: the kernels are compiled, and the plans recorded
 WORKS = ("forward", "step")
 UNIT = "torch.add"
-FLOOR = "step of an empty node"  # what autograd alone costs
+EMPTY = "step of an empty node"  # what autograd alone costs
 Contender = tuple[str, bool]  # of WORKS, and whether launch plans are allowed
 
 
@@ -50,7 +50,7 @@ def time_host(preset: str, config: MoEConfig, repetitions: int, device: Device) 
     ``preset`` is the layer's name in the rows.
     """
     works = works_of(config, device)
-    contenders: dict[Any, Callable[[], object]] = {UNIT: unit_of(device), (FLOOR, False): empty_step_of(config, device)}
+    contenders: dict[Any, Callable[[], object]] = {UNIT: unit_of(device), (EMPTY, False): empty_step_of(config, device)}
     contenders |= {(name, plans): _called(work, plans) for name, work in works.items() for plans in (False, True)}
     before = use_launch_plans()
     try:

@@ -17,7 +17,7 @@ from moeblaze_ref.nn import launch_plans
 TINY = MoEConfig(L=5, d=16, h=24, E=4, k=2)
 COSTS = {
     host.UNIT: 4,
-    (host.FLOOR, False): 80,
+    (host.EMPTY, False): 80,
     ("forward", False): 400,
     ("forward", True): 100,
     ("step", False): 900,
@@ -32,7 +32,7 @@ class Clock:
         self.now, self.calls = 0.0, []
         monkeypatch.setattr(host.time, "perf_counter", lambda: self.now / 1e6)
         monkeypatch.setattr(host, "unit_of", lambda device: lambda: self.take(host.UNIT))
-        monkeypatch.setattr(host, "empty_step_of", lambda *_: lambda: self.take((host.FLOOR, False)))
+        monkeypatch.setattr(host, "empty_step_of", lambda *_: lambda: self.take((host.EMPTY, False)))
         monkeypatch.setattr(host, "works_of", lambda config, device: {name: self.work(name) for name in host.WORKS})
 
     def work(self, name):
