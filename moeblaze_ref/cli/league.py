@@ -30,7 +30,8 @@ from moeblaze_ref.core.units import MIB
 
 COMMAND = "league"
 DTYPE, DEVICE = "bfloat16", "cuda"  # of every layer
-UNTUNED = {"LIGER_FUSED_MOE_AUTOTUNE": "0"}  # tuning anew for each small case of a check would take half an hour
+# Tuning anew for each small case of a check would take half an hour.
+UNTUNED = {"LIGER_FUSED_MOE_AUTOTUNE": "0", "MOEBLAZE_TUNE_SONICMOE": "0"}
 
 
 def league(

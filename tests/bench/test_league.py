@@ -2,8 +2,11 @@
 
 import json
 import os
+import sys
 import threading
+from types import SimpleNamespace
 
+import foreign_stubs
 import pytest
 import torch
 from pretended import LEFT, PEAK, PretendedDevice
@@ -13,10 +16,12 @@ from moeblaze_ref.bench import league
 from moeblaze_ref.cli import check_layer
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.cli.check_layer import Row
+from moeblaze_ref.cli.league import UNTUNED, _environment
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.verify.layers import adapters, layouts, reference
 from moeblaze_ref.verify.layers.adapter import Sizes
+from moeblaze_ref.verify.layers.adapters.foreign import sonicmoe
 from moeblaze_ref.verify.layers.reference import Case, Spec
 
 TINY = MoEConfig(L=37, d=16, h=24, E=5, k=2, dtype="float32")
@@ -168,3 +173,21 @@ def test_a_run_that_is_ended_leaves_the_shapes_that_it_finished(monkeypatch, tmp
     record = json.loads(path.read_text())
     assert [row["layer"] for row in record["checks"]] == ["torch/experts"]
     assert [(row["preset"], row["step_ms"]) for row in record["times"]] == [("conf1", [1.0, 2.0])]
+
+
+def test_sonicmoe_is_checked_with_one_tile_and_timed_with_its_own_choice(monkeypatch):
+    foreign_stubs.install(monkeypatch)
+    products = {f"gemm{name}_tuned": SimpleNamespace(configs=[1, 2]) for name in ("", "_gated", "_dgated")}
+    quack = SimpleNamespace(
+        autotuner=SimpleNamespace(AutotuneConfig=dict),
+        gemm_interface=SimpleNamespace(default_config=lambda device: device.type, **products),
+    )
+    monkeypatch.setitem(sys.modules, "quack", quack)
+    sizes = {"d": 16, "h": 16, "E": 2, "k": 1, "dtype": torch.bfloat16, "device": "cpu"}
+
+    sonicmoe.moe(**sizes)
+    assert all(product.configs == [1, 2] for product in products.values())
+    with _environment(UNTUNED):
+        sonicmoe.moe(**sizes)
+    assert all(product.configs == [{"config": "cuda"}] for product in products.values())
+    assert not UNTUNED.keys() & os.environ.keys()

@@ -1,5 +1,7 @@
 """SonicMoE's layer with token-choice routing: sonic-moe 0.1.2.post1. Source: arXiv 2512.14080."""
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -7,12 +9,16 @@ from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.verify.layers.adapter import ALIGNED, Adapter, leaves
 
+TUNE = "MOEBLAZE_TUNE_SONICMOE"  #: "0": every product has the default tile, in place of a search for each new shape
+
 
 def moe(*, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, activation: str = "swiglu") -> Adapter:
     """Return the layer, which also returns its choice of experts; its release has SwiGLU and GeGLU (by tanh) alone."""
     from sonicmoe import functional
     from sonicmoe.enums import ActivationType
 
+    if os.environ.get(TUNE) == "0":
+        _leave_untuned()
     gated = is_gated(activation)
     weights = leaves(dtype, device, router=(E, d), gate_up=(E, h * (1 + gated), d), down=(E, d, h))
     router = _recorded(functional)
@@ -45,6 +51,15 @@ def moe(*, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str, acti
         compiles=False,
         strides=False,
     )
+
+
+def _leave_untuned() -> None:
+    """Give the products of this process, by quack, one tile each."""
+    from quack import autotuner, gemm_interface
+
+    tile = gemm_interface.default_config(torch.device("cuda"))
+    for product in (gemm_interface.gemm_tuned, gemm_interface.gemm_gated_tuned, gemm_interface.gemm_dgated_tuned):
+        product.configs = [autotuner.AutotuneConfig(config=tile)]
 
 
 class _Recorded:
