@@ -33,9 +33,7 @@ def _group(columns, last):
 
 
 GATES = "    for (int j = 0; j < k; ++j) gates[token * k + j] *= gate_scale;\n"
-EVERY_CHOICE = (
-    "        d_logits[token * E + expert] = of_losses + gate * (d_gates[token * k + j] - shift - mean);\n    }\n"
-)
+EVERY_CHOICE = "        d_logits[token * E + expert] = from_float<Scalar>(of_losses + of_gate);\n    }\n"
 ROUNDS = """\
     reach = 1
     while reach < THREADS:
