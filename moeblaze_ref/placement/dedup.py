@@ -8,7 +8,6 @@ packing gives it. A heuristic: nothing is proven.
 """
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import parent_process
@@ -20,6 +19,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.placement import baselines
 from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import balance
 from moeblaze_ref.placement.trace import Profile
@@ -44,7 +44,7 @@ def dedup(
     bounds: Bounds | None = None,
     swaps: int = SWAPS,
     seed: int = 0,
-    deadline: float = np.inf,
+    deadline: Deadline | None = None,
 ) -> Placement:
     """Return a placement with few distinct GPUs and nodes a token, in no layer slower than packing by the model.
 
@@ -64,14 +64,15 @@ def dedup(
         Swaps tried in a layer.
     seed : int
         The same seed finds the same placement, unless the time limit cuts the search.
-    deadline : float
-        Of `time.perf_counter`: there the search is cut.
+    deadline : Deadline, optional
+        There the search is cut.
 
     Raises
     ------
     ValueError, TypeError
         If the profile has no trace, there are more GPUs than experts, or a number is out of range.
     """
+    deadline = deadline or Deadline()
     packed = baselines.greedy(profile, costs.on.num_gpus, bounds)
     slack = NODE_SLACK if costs.on.num_nodes > 1 else -MARGIN
     most, best = _layers_ms(profile, packed, costs, seed) * (1 + slack), packed.assignment.copy()
@@ -81,7 +82,7 @@ def dedup(
         faster = left[_layers_ms(profile, found, costs, seed)[left] <= most[left]]
         best[faster] = found.assignment[faster]
         left = np.setdiff1d(left, faster)
-        if not len(left) or time.perf_counter() > deadline:
+        if not len(left) or deadline.over():
             break
     return Placement(best, packed.num_gpus, packed.model)
 
@@ -93,7 +94,7 @@ def search(
     load_weight: float = LOAD_WEIGHTS[0],
     swaps: int = SWAPS,
     seed: int = 0,
-    deadline: float = np.inf,
+    deadline: Deadline | None = None,
     layers: Sequence[int] | np.ndarray | None = None,
 ) -> Placement:
     """Search layers from ``start``, by default all of them, without the comparison of steps.
@@ -134,18 +135,21 @@ def search(
         )
 
     found = start.assignment.copy()
-    for l, (gpus, _) in zip(chosen, search_layers(layer, chosen, deadline), strict=True):
+    for l, (gpus, _) in zip(chosen, search_layers(layer, chosen, deadline or Deadline()), strict=True):
         found[l] = gpus
     return Placement(found, G, start.model)
 
 
-def search_layers(search: Callable[[int, float], Any], layers: Sequence[int], deadline: float) -> list[Any]:
-    """Search layers in threads: each has its share of the time that is left, and gets the end of it as a deadline."""
+def search_layers(search: Callable[[int, float], Any], layers: Sequence[int], deadline: Deadline) -> list[Any]:
+    """Search layers in threads: each has its share of the time that is left, and gets the end of it."""
     threads = 1 if parent_process() else os.cpu_count() or 1
 
     def one(place):
-        now, rounds = time.perf_counter(), -(-(len(layers) - place) // threads)
-        return search(layers[place], now + (deadline - now) / rounds)
+        left, rounds = deadline.left(), -(-(len(layers) - place) // threads)
+        end = deadline.at - left + left / rounds
+        found = search(layers[place], end)
+        deadline.over(end)
+        return found
 
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(one, range(len(layers))))
