@@ -145,7 +145,7 @@ def place(
         output = targets.planned(out, target, dense)
         if target and expand:
             raise ValueError(f"--to {target} writes a map for a runtime, but none has the model that --expand makes up")
-        if target:
+        if target and not set(chosen) & set(methods.COPYING):
             targets.check_even(routed.num_experts, gpus, options.bounds)
         if output:
             records.check_writable(output.path, output.load, force)
@@ -165,7 +165,7 @@ def place(
         caption = report.evaluated_on(splits, gpus, tokens)
         show(as_json, [row.as_dict() for row in rows], functools.partial(report.table, rows, caption))
         if output:
-            output.save(methods.fastest_map(trials, objective, budget is not None), force)
+            output.save(methods.fastest_map(trials, objective, budget is not None, even=target is not None), force)
         along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve, jobs), strict=False))
         if plots:
             written = figures.save_all(_drawn(trials, list(along.values())), plots, force)

@@ -42,6 +42,8 @@ MOST_SEED = 1_000_000  # of a search: layers make seeds of their own of it
 
 # Methods that need the choices of tokens, not their counts alone.
 FOLLOWING = ("exflow", "moetuner", "joint", "dedup", "dedup-copies")
+# Methods whose maps hold copies of experts.
+COPYING = ("eplb-nearest", "dedup-copies")
 
 Traffic = RoutingTrace | Counted
 
@@ -474,12 +476,15 @@ def _median(values: list[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def fastest_map(trials: list[Trial], objective: str = "dedup", with_copies: bool = False) -> Placement | Copies:
+def fastest_map(
+    trials: list[Trial], objective: str = "dedup", with_copies: bool = False, even: bool = False
+) -> Placement | Copies:
     """Return the placement with the shortest modelled step of the objective, among those of the first split.
 
     Of counts alone it is the placement whose load is most even.
 
-    Maps with copies need more memory, so they count only ``with_copies``, or where there is no other map.
+    Maps with copies need more memory, so they count only ``with_copies``, or where there is no other map. If ``even``,
+    maps with as many experts on each GPU go before others.
 
     Raises
     ------
@@ -495,5 +500,7 @@ def fastest_map(trials: list[Trial], objective: str = "dedup", with_copies: bool
     ]
     if not placed:
         raise ValueError("no map to write: tokens choose at random among the copies of the methods chosen")
+    if even:
+        placed = [one for one in placed if np.ptp(one[1].sizes()) == 0] or placed
     single = [one for one in placed if isinstance(one[1], Placement)]
     return min(placed if with_copies or not single else single, key=lambda one: one[0])[1]
