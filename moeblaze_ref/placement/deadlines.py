@@ -22,6 +22,10 @@ class Deadline:
         """Seconds that are left; below 0 once it is over."""
         return self.at - time.perf_counter()
 
+    def keep_back(self, seconds: float) -> None:
+        """End searches so much earlier, for what follows them."""
+        self.at -= seconds
+
     def over(self, at: float | None = None) -> bool:
         """Look at the clock: whether the moment, or that of a part of the search, has passed. This is remembered."""
         passed = time.perf_counter() > (self.at if at is None else at)

@@ -77,17 +77,19 @@ def dedup(
     deadline = deadline or Deadline()
     packed = baselines.greedy(profile, costs.on.num_gpus, bounds)
     slack = NODE_SLACK if costs.on.num_nodes > 1 else -MARGIN
+    began = deadline.left()
     most = _layers_ms(profile, packed, costs, seed) * (1 + slack)
+    deadline.keep_back(began - deadline.left())  # for one more comparison
     best, left = packed, np.arange(profile.layers)
     for load_weight in LOAD_WEIGHTS:
+        if deadline.over():
+            break
         found = search(profile, packed, costs.on.num_nodes, load_weight, swaps, seed, deadline, left)
         best = _with_layers(best, found, left)
         excess = _layers_ms(profile, best, costs, seed) - most
         if excess.sum() <= 0:
             return best
         left = np.flatnonzero(excess > 0)
-        if deadline.over():
-            break
     return _with_layers(best, packed, left)
 
 

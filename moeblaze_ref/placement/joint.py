@@ -53,9 +53,12 @@ def joint(
     for other in others:
         other.check_fits(profile.layers, profile.E, profile.model)
     check_limit(limit)
+    deadline = deadline or Deadline()
     known = baseline_placements(profile, on.num_gpus, bounds, steps, seed, deadline).values()
     best = fastest(profile, on, [*known, *others])
     for tail in TAILS:
+        if deadline.over():
+            break
         found = search(profile, on, limit, bounds, steps, seed, tail, deadline)
         if step(profile, found.shares(), on).ms <= step(profile, best.shares(), on).ms:
             return found
