@@ -100,7 +100,7 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
         from moeblaze_ref.placement import methods  # it needs OR-Tools, which a file does not
 
         checks.check_name("method of placement", name, methods.METHODS)
-        found = methods.METHODS[name](profile(sample), on, methods.Options()).placement
+        found = methods.fit(name, profile(sample), on).placement
     if found is None:
         raise ValueError(f"{name} replicates experts for tokens that choose at random, but here they choose by a rule")
     found.check_fits(trace.topk.shape[1], trace.num_experts, trace.model)
@@ -112,7 +112,7 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
 def placements_of(
     names: Sequence[str], trace: RoutingTrace, sample: RoutingTrace, on: Cluster, ranks: Ranks
 ) -> list[Placement | Copies]:
-    """Every `placement_of`, by rank 0 for all: a solver does not find the same map twice.
+    """Every `placement_of`, by rank 0 for all: a time limit may end a search on one rank alone.
 
     Raises
     ------

@@ -66,9 +66,7 @@ def place(
         ),
     ] = None,
     solver: Annotated[str, typer.Option(help="Method moetuner: its solver, cp_sat, highs, scip or gurobi.")] = "cp_sat",
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds for each of moetuner's two programs, and for each search.")
-    ] = 60.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds for each method on each split.")] = 180.0,
     limit: Annotated[
         float, typer.Option(help="Method joint: the most load a GPU may have, as a multiple of the mean.")
     ] = 1.02,
@@ -80,6 +78,12 @@ def place(
     groups: Annotated[
         int | None, typer.Option(help="Methods eplb...: groups of experts, each on one node; E by default.")
     ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of every solver and search: the same seed gives the same map.", max=1_000_000)
+    ] = 0,
+    seeds: Annotated[
+        int, typer.Option(help="Search with so many seeds, from --seed on; --out writes a map of the first.", max=1000)
+    ] = 1,
     jobs: Annotated[int, typer.Option(help="Processes among which methods and splits are spread.", min=1)] = 1,
     out: Annotated[
         Path | None, to_file(help="Write the map of the method that is fastest by the objective, fitted to split 0.")
@@ -130,17 +134,18 @@ def place(
             budget=budget,
             nodes=nodes,
             groups=groups,
+            seed=seed,
         )
         skipped = methods.not_tried(asked, routed, gpus)
         chosen = [name for name in asked if name not in skipped] or asked
-        work = methods.jobs(routed, on, chosen, splits, options, tokens)
+        work = methods.jobs(routed, on, chosen, splits, options, tokens, seeds)
         shown = (plots or record) and splits and "joint" in chosen
         curve = methods.curve(routed, on, options, tokens=tokens) if shown else []
         dense = targets.dense_layers(dense_layers, target, routed.layers, recorded.dense)
         output = targets.planned(out, target, dense)
         if target and expand:
             raise ValueError(f"--to {target} writes a map for a runtime, but none has the model that --expand makes up")
-        if target:
+        if target and not set(chosen) & set(methods.COPYING):
             targets.check_even(routed.num_experts, gpus, options.bounds)
         if output:
             records.check_writable(output.path, output.load, force)
@@ -155,10 +160,12 @@ def place(
         for row in rows:
             if row.skipped:
                 print_note(f"{row.method}: {row.skipped}")
+            if row.cut:
+                print_note(report.cut(row.method, time_limit))
         caption = report.evaluated_on(splits, gpus, tokens)
         show(as_json, [row.as_dict() for row in rows], functools.partial(report.table, rows, caption))
         if output:
-            output.save(methods.fastest_map(trials, objective, budget is not None), force)
+            output.save(methods.fastest_map(trials, objective, budget is not None, even=target is not None), force)
         along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve, jobs), strict=False))
         if plots:
             written = figures.save_all(_drawn(trials, list(along.values())), plots, force)
@@ -168,7 +175,7 @@ def place(
             asked_for: dict[str, Any] = {
                 **{"trace": named, "expand": expand, "model": routed.model, "gpus": gpus, "topology": topology},
                 **{"d": d, "h": h, "solver": solver, "time_limit": time_limit, "limit": limit, "objective": objective},
-                **{"budget": budget, "nodes": nodes, "groups": groups},
+                **{"budget": budget, "nodes": nodes, "groups": groups, "seed": seed, "seeds": seeds},
                 **{"skipped": skipped, "jobs": jobs, "peak_bytes": report.peak_bytes()},
             }
             content = asked_for | report.content(rows, trials, along, tokens)
@@ -177,8 +184,8 @@ def place(
 
 def _drawn(trials, curve) -> dict:
     """Return two figures of the first split: the load of every GPU, and load against crossings."""
-    from moeblaze_ref.placement import plots
+    from moeblaze_ref.placement import methods, plots
 
-    first = [trial for trial in trials if trial.seed == trials[0].seed]
+    first: list[Any] = methods.first_of(trials)
     figures = plots.heat_map(first), plots.load_against_crossings(first, curve)
     return dict(zip(PLOTS, figures, strict=True))

@@ -12,6 +12,7 @@ import numba
 import numpy as np
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.trace import Profile
 
@@ -30,7 +31,7 @@ def anneal(
     tail: float = 0.5,
     steps: int = STEPS,
     seed: int = 0,
-    deadline: float = np.inf,
+    deadline: Deadline | None = None,
 ) -> Placement:
     """The placement of least crossings that swaps lead to.
 
@@ -50,8 +51,8 @@ def anneal(
         Swaps tried.
     seed : int
         The same seed finds the same placement, unless the deadline cuts the search.
-    deadline : float
-        Of `time.perf_counter`: there the search is cut, and the best placement so far counts.
+    deadline : Deadline, optional
+        There the search is cut, and the best placement so far counts.
 
     Returns
     -------
@@ -69,7 +70,7 @@ def anneal(
     R = profile.transitions()
     T = np.stack([np.bincount(a, p, start.num_gpus) for a, p in zip(start.assignment, profile.P, strict=True)])
     most = np.maximum(limit * T.mean(axis=1), T.max(axis=1))  # (layers,)
-    rng = np.random.default_rng(seed)
+    rng, deadline = np.random.default_rng(seed), deadline or Deadline()
     found = _anneal(
         start.assignment.copy(),
         profile.P.astype(np.float64),
@@ -81,8 +82,9 @@ def anneal(
         steps,
         max(profile.tokens, 1),
         int(rng.integers(2**31)),
-        deadline,
+        deadline.at,
     )
+    deadline.over()
     return Placement(found, start.num_gpus, start.model)
 
 

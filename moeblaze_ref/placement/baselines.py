@@ -8,6 +8,7 @@ import numpy as np
 from moeblaze_ref.core import checks
 from moeblaze_ref.placement import annealing
 from moeblaze_ref.placement.bounds import Bounds, equal
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.maps import Placement, check_gpus
 from moeblaze_ref.placement.trace import Profile
 
@@ -127,7 +128,7 @@ def replicate(load: np.ndarray, replicas: int, most: float = np.inf) -> np.ndarr
 
 
 def exflow(
-    profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: int = 0, deadline: float = np.inf
+    profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: int = 0, deadline: Deadline | None = None
 ) -> Placement:
     """ExFlow's objective: as many transitions as possible stay on their GPU.
 

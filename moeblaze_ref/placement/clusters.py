@@ -6,13 +6,15 @@ layer starts from a packing, and from a bound that needs no solver: where the tw
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.placement.baselines import pack
 from moeblaze_ref.placement.bounds import Bounds, equal
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.maps import check_gpus
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT, check_time_limit, minimise, new_model, total
 
@@ -34,6 +36,8 @@ class Clusters:
     least_most : array (layers,)
         Proven: no clusters that deviate as little have a smaller maximum.
     seconds : float
+    cut : bool
+        Whether the time limit ended a solver, so that another run may find other clusters.
     """
 
     of_expert: np.ndarray
@@ -42,6 +46,7 @@ class Clusters:
     most: np.ndarray
     least_most: np.ndarray
     seconds: float
+    cut: bool = False
 
     @property
     def gap(self) -> float:
@@ -63,6 +68,7 @@ def cluster_experts(
     bounds: Bounds | None = None,
     solver: str = DEFAULT_SOLVER,
     time_limit: float = TIME_LIMIT,
+    seed: int = 0,
 ) -> Clusters:
     """ILP 1: the clusters of every layer whose loads differ least, of those the ones with the smallest maximum.
 
@@ -77,7 +83,9 @@ def cluster_experts(
     solver : str
         One of ``solver.SOLVERS``.
     time_limit : float
-        Seconds for all layers: each gets its share of those that are left.
+        Seconds for all layers. Solvers get work that takes less: each layer that packing does not solve gets its share.
+    seed : int
+        The same seed finds the same clusters, unless the time limit ends a solver.
 
     Raises
     ------
@@ -85,43 +93,66 @@ def cluster_experts(
         If there are more clusters than experts, the bounds are infeasible, or there is no such solver.
     """
     checks.check_array("P", P, 2, ("int64",))
-    layers, E = P.shape
+    _, E = P.shape
     check_gpus(num_clusters, E)
     check_time_limit(time_limit)
     bounds = bounds or equal(E, num_clusters)
     bounds.check_feasible(E, num_clusters)
     began = time.perf_counter()
-    found = []
-    for done, load in enumerate(P):
-        now = time.perf_counter()
-        deadline = now + (began + time_limit - now) / (layers - done)
-        found.append(_cluster_layer(load, num_clusters, bounds, solver, deadline))
-    of_expert, objective, bound, most, least_most = (np.stack(column) for column in zip(*found, strict=True))
-    return Clusters(of_expert, objective, bound, most, least_most, seconds=time.perf_counter() - began)
+    deadline, order = Deadline(time_limit), np.argsort(-P, axis=1, kind="stable")
+    packed = [_packed(load[heaviest], num_clusters, bounds) for load, heaviest in zip(P, order, strict=True)]
+    seconds = time_limit / max(sum(one.improvable for one in packed), 1)
+    solve = partial(minimise, solver=solver, seconds=seconds, deadline=deadline, seed=seed)
+    found = [_improved(one, bounds, solve, deadline) if one.improvable else one for one in packed]
+    of_expert = np.empty(P.shape, np.int32)
+    np.put_along_axis(of_expert, order, np.stack([one.clusters for one in found]), axis=1)
+    objective, bound, most, least_most = np.array(
+        [(one.deviation / num_clusters, one.bound / num_clusters, one.most, one.least_most) for one in found]
+    ).T
+    return Clusters(of_expert, objective, bound, most, least_most, time.perf_counter() - began, deadline.cut)
 
 
-def _cluster_layer(load, G, bounds, solver, deadline):
-    """(cluster of each expert, sum_c |T_c - mean|, its bound, max_c T_c, its bound) of one layer."""
-    order = np.argsort(-load, kind="stable")
-    p = load[order]  # (E,) heaviest first
-    bound, least_most = deviation_bound(p, G, bounds), most_bound(p, G, bounds)
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """The clusters of one layer, and what is proven of them."""
+
+    p: np.ndarray  #: (E,) loads, heaviest first
+    G: int
+    clusters: np.ndarray  #: (E,) cluster of each expert
+    bound: int  #: of the deviation
+    least_most: int  #: of the fullest cluster
+
+    @property
+    def deviation(self) -> int:
+        return _deviation(self.p, self.clusters, self.G)
+
+    @property
+    def most(self) -> int:
+        return _sums(self.p, self.clusters, self.G).max()
+
+    @property
+    def improvable(self) -> bool:
+        return self.deviation > self.bound or self.most > self.least_most
+
+
+def _packed(p, G, bounds):
     clusters = _exchange(p, pack(p, G, bounds), G)
-    deviation = lambda clusters: _deviation(p, clusters, G)
-    most = lambda clusters: _sums(p, clusters, G).max()
-    if deviation(clusters) > bound and time.perf_counter() < deadline:  # ILP 1 with its printed objective
-        layer = _Layer(p, G, bounds, bound)
-        clusters, proven = _solved(layer, layer.deviation, deviation, clusters, solver, deadline)
-        bound = max(bound, proven)
-    improvable = deviation(clusters) <= bound and most(clusters) > least_most
-    if improvable and time.perf_counter() < deadline:  # among clusters of this deviation
-        layer = _Layer(p, G, bounds, bound)
-        layer.model.add_linear_constraint(layer.deviation <= bound)
-        layer.model.add_linear_constraint(layer.most >= G * least_most)
-        clusters, proven = _solved(layer, layer.most, most, clusters, solver, deadline)
-        least_most = max(least_most, -(-proven // G))
-    of_expert = np.empty(len(p), np.int32)
-    of_expert[order] = clusters
-    return of_expert, deviation(clusters) / G, bound / G, most(clusters), least_most
+    return _Packed(p, G, clusters, deviation_bound(p, G, bounds), most_bound(p, G, bounds))
+
+
+def _improved(packed, bounds, solve, deadline):
+    """Solve ILP 1 with its printed objective, then for the smallest maximum among clusters that deviate as little."""
+    if packed.deviation > packed.bound and not deadline.over():
+        layer = _Layer(packed.p, packed.G, bounds, packed.bound)
+        clusters, proven = _solved(layer, layer.deviation, _deviation, packed, solve)
+        packed = replace(packed, clusters=clusters, bound=max(packed.bound, proven))
+    if packed.deviation <= packed.bound and packed.most > packed.least_most and not deadline.over():
+        layer = _Layer(packed.p, packed.G, bounds, packed.bound)
+        layer.model.add_linear_constraint(layer.deviation <= packed.bound)
+        layer.model.add_linear_constraint(layer.most >= packed.G * packed.least_most)
+        clusters, proven = _solved(layer, layer.most, lambda *of: _sums(*of).max(), packed, solve)
+        packed = replace(packed, clusters=clusters, least_most=max(packed.least_most, -(-proven // packed.G)))
+    return packed
 
 
 def _sums(p, clusters, G):
@@ -204,10 +235,11 @@ class _Layer:
         return x.argmax(axis=0).astype(np.int32)
 
 
-def _solved(layer, objective, value, clusters, solver, deadline):
+def _solved(layer, objective, value, packed, solve):
     """(clusters, proven bound): the solver's if their ``value`` is below that of those known, by its objective."""
     layer.model.minimize(objective)
-    found = minimise(layer.model, solver, deadline - time.perf_counter(), layer.start(clusters))
+    found = solve(layer.model, start=layer.start(packed.clusters))
     if found is None:
-        return clusters, 0
-    return min(clusters, layer.clusters(found.values), key=value), found.bound
+        return packed.clusters, 0
+    better = min(packed.clusters, layer.clusters(found.values), key=lambda one: value(packed.p, one, packed.G))
+    return better, found.bound

@@ -8,7 +8,6 @@ packing gives it. A heuristic: nothing is proven.
 """
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import parent_process
@@ -20,6 +19,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.placement import baselines
 from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import balance
 from moeblaze_ref.placement.trace import Profile
@@ -27,15 +27,16 @@ from moeblaze_ref.placement.traffic import Runtime, step, visits
 from moeblaze_ref.placement.unions import COLD, HOT, anneal_layer, token_sets
 
 # Chosen on random halves of other seeds, 100 and up, than those that are published.
-SAMPLES, STRETCH = 32, 2.0
-LOAD_WEIGHTS = (3.0, 6.0, 12.0)  # tried in this order until the step is no slower than packing's
+SAMPLES, STRETCH = 64, 1.41  # two halves differ by twice the variance of one
+LOAD_WEIGHTS = (4.0, 6.0, 10.0, 16.0)  # tried in this order until the step is no slower than packing's
 NODE_WEIGHT = 0.5
 SWAPS = 120_000  # tried in a layer
 SLICES = 64  # of a trace that does not say which sequence a token belongs to
-MARGIN = 0.001  # of a layer's time: what the model must save on the sample, so that other tokens are no slower
-# Of a layer's time: what may be lost where there are nodes. The model does not see what a lower N saves in runtimes
+MARGIN = 0.001  # of the time: what the model must save on the sample, so that other tokens are no slower
+CAUTION = 2.0  # by which samples are stretched where maps are compared
+# Of the time: what may be lost where there are nodes. The model does not see what a lower N saves in runtimes
 # that send a row once to a node, and its slowest pair may depend on one busy expert alone.
-NODE_SLACK = 0.01
+NODE_SLACK = 0.005
 
 
 def dedup(
@@ -44,13 +45,14 @@ def dedup(
     bounds: Bounds | None = None,
     swaps: int = SWAPS,
     seed: int = 0,
-    deadline: float = np.inf,
+    deadline: Deadline | None = None,
 ) -> Placement:
-    """Return a placement with few distinct GPUs and nodes a token, in no layer slower than packing by the model.
+    """Return a placement with few distinct GPUs and nodes a token, by the model no slower than packing.
 
-    In each layer what `search` finds with the first of ``LOAD_WEIGHTS`` whose time `traffic.step` models as shorter
-    than that of longest-first packing by ``MARGIN``; if there is none, the packing. With several nodes it may be longer
-    by ``NODE_SLACK``. It is so by the mean of the samples of the load, not on other tokens.
+    It is what `search` finds with the first of ``LOAD_WEIGHTS``, if its step (`traffic.step`) is shorter than that of
+    longest-first packing by ``MARGIN``; with several nodes it may be longer by ``NODE_SLACK``. If not, each layer that
+    is longer by itself is searched again with the next weight. After the last weight these layers keep the packing. It
+    is so by the mean of samples of the sequences, not on other tokens.
 
     Parameters
     ----------
@@ -64,26 +66,38 @@ def dedup(
         Swaps tried in a layer.
     seed : int
         The same seed finds the same placement, unless the time limit cuts the search.
-    deadline : float
-        Of `time.perf_counter`: there the search is cut.
+    deadline : Deadline, optional
+        There the search is cut.
 
     Raises
     ------
     ValueError, TypeError
         If the profile has no trace, there are more GPUs than experts, or a number is out of range.
     """
+    deadline = deadline or Deadline()
     packed = baselines.greedy(profile, costs.on.num_gpus, bounds)
     slack = NODE_SLACK if costs.on.num_nodes > 1 else -MARGIN
-    most, best = _layers_ms(profile, packed, costs, seed) * (1 + slack), packed.assignment.copy()
-    left = np.arange(profile.layers)  # layers that still have the packing
+    began = deadline.left()
+    most = _layers_ms(profile, packed, costs, seed) * (1 + slack)
+    deadline.keep_back(began - deadline.left())  # for one more comparison
+    best, left = packed, np.arange(profile.layers)
     for load_weight in LOAD_WEIGHTS:
-        found = search(profile, packed, costs.on.num_nodes, load_weight, swaps, seed, deadline, left)
-        faster = left[_layers_ms(profile, found, costs, seed)[left] <= most[left]]
-        best[faster] = found.assignment[faster]
-        left = np.setdiff1d(left, faster)
-        if not len(left) or time.perf_counter() > deadline:
+        if deadline.over():
             break
-    return Placement(best, packed.num_gpus, packed.model)
+        found = search(profile, packed, costs.on.num_nodes, load_weight, swaps, seed, deadline, left)
+        best = _with_layers(best, found, left)
+        excess = _layers_ms(profile, best, costs, seed) - most
+        if excess.sum() <= 0:
+            return best
+        left = np.flatnonzero(excess > 0)
+    return _with_layers(best, packed, left)
+
+
+def _with_layers(placement, other, layers):
+    """A placement that has some layers of another."""
+    assignment = placement.assignment.copy()
+    assignment[layers] = other.assignment[layers]
+    return Placement(assignment, placement.num_gpus, placement.model)
 
 
 def search(
@@ -93,7 +107,7 @@ def search(
     load_weight: float = LOAD_WEIGHTS[0],
     swaps: int = SWAPS,
     seed: int = 0,
-    deadline: float = np.inf,
+    deadline: Deadline | None = None,
     layers: Sequence[int] | np.ndarray | None = None,
 ) -> Placement:
     """Search layers from ``start``, by default all of them, without the comparison of steps.
@@ -134,18 +148,21 @@ def search(
         )
 
     found = start.assignment.copy()
-    for l, (gpus, _) in zip(chosen, search_layers(layer, chosen, deadline), strict=True):
+    for l, (gpus, _) in zip(chosen, search_layers(layer, chosen, deadline or Deadline()), strict=True):
         found[l] = gpus
     return Placement(found, G, start.model)
 
 
-def search_layers(search: Callable[[int, float], Any], layers: Sequence[int], deadline: float) -> list[Any]:
-    """Search layers in threads: each has its share of the time that is left, and gets the end of it as a deadline."""
+def search_layers(search: Callable[[int, float], Any], layers: Sequence[int], deadline: Deadline) -> list[Any]:
+    """Search layers in threads: each has its share of the time that is left, and gets the end of it."""
     threads = 1 if parent_process() else os.cpu_count() or 1
 
     def one(place):
-        now, rounds = time.perf_counter(), -(-(len(layers) - place) // threads)
-        return search(layers[place], now + (deadline - now) / rounds)
+        left, rounds = deadline.left(), -(-(len(layers) - place) // threads)
+        end = deadline.at - left + left / rounds
+        found = search(layers[place], end)
+        deadline.over(end)
+        return found
 
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(one, range(len(layers))))
@@ -185,7 +202,7 @@ def _layers_ms(profile, placement, costs, seed):
     """The modelled step, layer by layer, with the loads of other samples than those that were searched."""
     trace, G = profile.traced(), placement.num_gpus
     shares = placement.shares()
-    sampled = sampled_loads(trace, SAMPLES, STRETCH, seed + 2**31)
+    sampled = sampled_loads(trace, SAMPLES, CAUTION, seed + 2**31)
     fullest = np.mean([balance((part[:, None, :] @ shares)[:, 0]) for part in sampled], axis=0)  # (layers,)
     rows = np.outer(fullest, np.full(G, trace.tokens * trace.topk.shape[2] / G))  # all as full as the fullest
     found = step(rows, visits(trace, shares), trace.tokens, costs)

@@ -12,7 +12,8 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.placement.baselines import replicate
 from moeblaze_ref.placement.copies import MOST_GPUS, ONE, nodes_of, sources
-from moeblaze_ref.placement.dedup import NODE_WEIGHT, SAMPLES, STRETCH, sample_weights, search_layers
+from moeblaze_ref.placement.deadlines import Deadline
+from moeblaze_ref.placement.dedup import NODE_WEIGHT, sample_weights, search_layers
 from moeblaze_ref.placement.maps import Copies, check_gpus, check_nodes
 from moeblaze_ref.placement.slots import Objective, Tokens, anneal_slots
 from moeblaze_ref.placement.trace import Profile
@@ -20,6 +21,7 @@ from moeblaze_ref.placement.unions import COLD, HOT
 
 # Chosen on random halves of other seeds, 100 and up, than those that are published; the weight of the load was raised
 # after one of those.
+SAMPLES, STRETCH = 32, 2.0
 LOAD_WEIGHT = 24.0
 STEPS = 3000  # tried in a layer
 COUNTED = 32_768  # tokens at most that a search counts: every n-th of a longer trace
@@ -32,7 +34,7 @@ def dedup_copies(
     num_nodes: int = 1,
     steps: int = STEPS,
     seed: int = 0,
-    deadline: float = np.inf,
+    deadline: Deadline | None = None,
 ) -> Copies:
     """Return a placement with copies that has few distinct GPUs and nodes a token, and an even load.
 
@@ -53,8 +55,8 @@ def dedup_copies(
         Steps tried in a layer.
     seed : int
         The same seed finds the same placement, unless the time limit cuts the search.
-    deadline : float
-        Of `time.perf_counter`: there the search is cut.
+    deadline : Deadline, optional
+        There the search is cut.
 
     Raises
     ------
@@ -81,7 +83,7 @@ def dedup_copies(
         )
         return (slots[:, :, None] == np.arange(E)).any(axis=1).T  # (E, G)
 
-    held = np.stack(search_layers(layer, range(profile.layers), deadline))
+    held = np.stack(search_layers(layer, range(profile.layers), deadline or Deadline()))
     return Copies(held, num_nodes, profile.model)
 
 

@@ -19,6 +19,7 @@ PAGES = (
     DOCS / "placement.md",
     DOCS / "placement_programs.md",
     DOCS / "placement_dedup.md",
+    DOCS / "placement_seeds.md",
     DOCS / "placement_copies.md",
     DOCS / "placement_sizes.md",
     DOCS / "placement_over_time.md",
@@ -33,6 +34,9 @@ HOME_RECORDS = {kind: DOCS / "results" / f"place_dedup_{kind}.json" for kind in 
 COPIES_RECORDS = {f"copies_{on}": DOCS / "results" / f"place_copies_gptoss_{on}.json" for on in ("8", "16", "2x8")}
 # MoETuner's one node and two, as four ranks.
 ITS_RECORDS = {f"its_{on}": DOCS / "results" / f"place_moetuner_{on}.json" for on in ("one_node", "two_nodes")}
+# Several seeds of the search on each split.
+SEEDS = ("gptoss_4", "gptoss_8", "gptoss_2x4", "gptoss_2x8", "lm_2", "lm_4")
+SEEDS_RECORDS = {f"seeds_{on}": DOCS / "results" / f"place_seeds_{on}.json" for on in SEEDS}
 GROWTH = "place_dedup_growth"
 GROWN = "Two panels, time of the search and peak memory against GPUs, a line a model"
 MEASURED = DOCS / "results" / "ep_h200x2_gptoss.json"  # of parallel.bench
@@ -57,6 +61,7 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     blocks |= {kind: partial(_home, path, findings.home) for kind, path in HOME_RECORDS.items()}
     blocks |= {kind: partial(_home, path, findings.copies) for kind, path in COPIES_RECORDS.items()}
     blocks |= {kind: partial(_home, path, findings.saved_by_each) for kind, path in ITS_RECORDS.items()}
+    blocks |= {kind: partial(_home, path, findings.seeds) for kind, path in SEEDS_RECORDS.items()}
     blocks |= {"growth": _growth} | time_document.blocks()
     keys = ("gpus", "d", "h", *findings.CONSTANTS)
     return documents.fill(text, blocks | {"constants": lambda: findings.constants(records.read(MEASURED, keys))})

@@ -87,6 +87,32 @@ def copies(found: Found) -> str:
     return f"{compared}\n\n`{COPIED}` has a lower {' and a lower '.join(said)} than `{REPLICAS}`."
 
 
+def seeds(found: Found) -> str:
+    """A line a method: the median, and in brackets the most by which two seeds of the search differ on a split."""
+    columns = {"load": ("balance_mean", ".3f"), "D": ("distinct_gpus", ".3f"), "N": ("distinct_nodes", ".3f")}
+    columns |= {
+        "cross-GPU": ("cross_share", ".1%"),
+        "step, ms": ("runtime_ms", ".2f"),
+        "solved in s": ("solve_s", ".1f"),
+    }
+    lines = []
+    for row in found["rows"]:
+        spreads = {name: _spread(found, row["method"], name) for name, _ in columns.values()}
+        cells = [f"{row[name]:{form}} ({spreads[name]:{form}})" for name, form in columns.values()]
+        cut = sum(trial["cut"] for trial in found["splits"] if trial["method"] == row["method"])
+        lines.append([f"`{row['method']}`", *cells, str(cut)])
+    return table(["method", *columns, "cut"], lines)
+
+
+def _spread(found: Found, method: str, name: str) -> float:
+    """The most by which a number of a method differs between two seeds of the search, on any split."""
+    of_split: dict[int, list[float]] = {}
+    for trial in found["splits"]:
+        if trial["method"] == method:
+            of_split.setdefault(trial["seed"], []).append(trial[name])
+    return max(max(numbers) - min(numbers) for numbers in of_split.values())
+
+
 def growth(found: Sequence[Found]) -> str:
     """A line a record of a large model: what `dedup` took, beside EPLB's placement."""
     lines = []

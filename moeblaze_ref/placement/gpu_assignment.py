@@ -8,10 +8,12 @@ over clusters inside the maximum, which leaves no index to take it over: here th
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.links import chain, experts_hosted, misplaced, pair_bounds, slowest
 from moeblaze_ref.placement.solver import (
     DEFAULT_SOLVER,
@@ -24,7 +26,9 @@ from moeblaze_ref.placement.solver import (
 )
 
 EXACT = 1e7  # no known objective is more in whole numbers: with larger ones HiGHS has proven what is wrong
-MAX_ROWS = 400_000  # constraints: above, or after the deadline, the start and its bound are all that there is
+# Constraints: above, or after the deadline, the start and its bound are all that there is. Fewer are tried in a short
+# time, which making them would fill: so many for each of its seconds.
+MAX_ROWS, ROWS_A_SECOND = 400_000, 10_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +46,8 @@ class GpuAssignment:
     seconds : float
     skipped : str
         Why the solver found nothing or was not asked, so that the start counts; empty if that is not so.
+    cut : bool
+        Whether the time limit ended it, so that another run may find another assignment.
     """
 
     gpus: np.ndarray
@@ -49,6 +55,7 @@ class GpuAssignment:
     bound: float
     seconds: float
     skipped: str = ""
+    cut: bool = False
 
     @property
     def gap(self) -> float:
@@ -62,6 +69,7 @@ def assign_gpus(
     sizes: np.ndarray,
     solver: str = DEFAULT_SOLVER,
     time_limit: float = TIME_LIMIT,
+    seed: int = 0,
 ) -> GpuAssignment:
     """ILP 2: the GPU of every cluster in every layer, so that the slowest pairs are as fast as can be.
 
@@ -76,7 +84,9 @@ def assign_gpus(
     solver : str
         One of ``solver.SOLVERS``.
     time_limit : float
-        Seconds.
+        Seconds. The solver gets work that takes less.
+    seed : int
+        The same seed finds the same assignment, unless the time limit ends it.
 
     Raises
     ------
@@ -87,9 +97,9 @@ def assign_gpus(
     checks.check_shape("C", C, {"layers - 1": layers - 1, "G": G, "G ": G})
     checks.check_shape("cost", cost, {"G": G, "G ": G})
     check_time_limit(time_limit)
-    began = time.perf_counter()
+    began, deadline = time.perf_counter(), Deadline(time_limit)
     hosted = int(sizes.sum() // G), int(-(-sizes.sum() // G))
-    gpus = chain(C, cost, sizes, hosted, began + time_limit)
+    gpus = chain(C, cost, sizes, hosted, deadline)
     fits = misplaced(experts_hosted(gpus, sizes), hosted) == 0
     known = slowest(C, gpus, cost).sum() if fits else cost.max(initial=0) * C.max(axis=(1, 2), initial=0).sum()
     scale = min(1 if (cost == np.round(cost)).all() else 1000, EXACT / max(known, 1))  # times are whole numbers then
@@ -98,26 +108,28 @@ def assign_gpus(
     if not fits or scale * slowest(C, gpus, cost).sum() >= bound + 1:
         # A pair that takes longer than all transitions of the known assignment is in no better one.
         time_of = np.minimum(np.floor(scale * cost * C[..., None, None]), np.ceil(scale * known))
+        solve = partial(minimise, solver=solver, seconds=time_limit, deadline=deadline, seed=seed)
+        most_rows = min(MAX_ROWS, int(ROWS_A_SECOND * time_limit))
         gpus, bound, skipped = _solve(
-            C, cost, time_of, sizes, hosted, gpus if fits else None, least, solver, began + time_limit
+            C, cost, time_of, sizes, hosted, gpus if fits else None, least, solve, deadline, most_rows
         )
     seconds = time.perf_counter() - began
-    return GpuAssignment(gpus, float(slowest(C, gpus, cost).sum()), bound / scale, seconds, skipped)
+    return GpuAssignment(gpus, float(slowest(C, gpus, cost).sum()), bound / scale, seconds, skipped, deadline.cut)
 
 
-def _solve(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
+def _solve(C, cost, time_of, sizes, hosted, start, least, solve, deadline, most_rows):
     """Solve ILP 2: (GPU of each cluster, bound, empty), or the start, its bound, and why it was not solved."""
     model = _Model(C, time_of, sizes, hosted, least)
     why = ""
-    if time.perf_counter() > deadline:
+    if deadline.over():
         why = "ILP 2 was not solved: the time limit was over"
-    elif model.rows > MAX_ROWS:
-        why = f"ILP 2 was not solved: it has {model.rows:,} rows, but at most {MAX_ROWS:,} are tried"
+    elif model.rows > most_rows:
+        why = f"ILP 2 was not solved: it has {model.rows:,} rows, but at most {most_rows:,} are tried in the time limit"
     if why and start is not None:
         return start, int(least.sum()), why
     try:
         model.build()
-        found = minimise(model.model, solver, deadline - time.perf_counter(), model.start(start))
+        found = solve(model.model, start=model.start(start))
     except Infeasible:
         raise ValueError(
             f"infeasible: no assignment of these clusters gives every GPU {hosted[0]} to {hosted[1]} experts over all "

@@ -31,6 +31,11 @@ class MoETuner:
         return self.clusters.seconds + self.gpus.seconds
 
     @property
+    def cut(self) -> bool:
+        """Whether the time limit ended one of them, so that another run may find another placement."""
+        return self.clusters.cut or self.gpus.cut
+
+    @property
     def gap(self) -> float:
         """The larger of two: of the fullest cluster's load, see `Clusters.gap`, and of ILP 2's objective."""
         return max(self.clusters.gap, self.gpus.gap)
@@ -42,11 +47,12 @@ def moetuner(
     bounds: Bounds | None = None,
     solver: str = DEFAULT_SOLVER,
     time_limit: float = TIME_LIMIT,
+    seed: int = 0,
 ) -> MoETuner:
     """MoETuner's two stages: ILP 1, then ILP 2 on its clusters.
 
-    The cluster's bandwidths count, not what a token costs an expert. Each program has ``time_limit`` seconds; the other
-    options are as in `cluster_experts`.
+    The cluster's bandwidths count, not what a token costs an expert. Each program has half of ``time_limit``, in
+    seconds; the other options are as in `cluster_experts`.
 
     Raises
     ------
@@ -54,9 +60,9 @@ def moetuner(
         As in `cluster_experts` and `assign_gpus`, or if the profile has no R.
     """
     R, G = profile.transitions(), on.num_gpus
-    clusters = cluster_experts(profile.P, G, bounds, solver, time_limit)
+    clusters = cluster_experts(profile.P, G, bounds, solver, time_limit / 2, seed)
     member = np.eye(G, dtype=np.int64)[clusters.of_expert]  # (layers, E, G)
     C = member[:-1].swapaxes(1, 2) @ R @ member[1:]  # (layers - 1, G, G)
-    assigned = assign_gpus(C, on.cost, member.sum(axis=1), solver, time_limit)
+    assigned = assign_gpus(C, on.cost, member.sum(axis=1), solver, time_limit / 2, seed)
     assignment = np.take_along_axis(assigned.gpus, clusters.of_expert, axis=1)
     return MoETuner(Placement(assignment, G, profile.model), clusters, assigned)

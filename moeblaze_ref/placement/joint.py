@@ -13,11 +13,10 @@ choices for every pair of experts in neighbouring layers and of GPUs, (E / G)**2
 
 from collections.abc import Collection
 
-import numpy as np
-
 from moeblaze_ref.core import checks
 from moeblaze_ref.placement import annealing, baselines
 from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster, step
 from moeblaze_ref.placement.trace import Profile
@@ -38,13 +37,13 @@ def joint(
     steps: int = annealing.STEPS,
     seed: int = 0,
     others: Collection[Placement] = (),
-    deadline: float = np.inf,
+    deadline: Deadline | None = None,
 ) -> Placement:
     """Return a placement under a load limit, with few crossings, and by the model no slower than any baseline's.
 
     What `search` finds with the first of ``TAILS`` with which none of `baseline_placements` and of ``others``, such as
     MoETuner's, is faster by the model; if there is none, the fastest of those, which may exceed the limit. It is so on
-    the profile alone, not on other tokens. Searches are cut at ``deadline``, of `time.perf_counter`.
+    the profile alone, not on other tokens. Searches are cut at ``deadline``.
 
     Raises
     ------
@@ -54,8 +53,12 @@ def joint(
     for other in others:
         other.check_fits(profile.layers, profile.E, profile.model)
     check_limit(limit)
-    best = fastest(profile, on, [*baseline_placements(profile, on.num_gpus, bounds, steps, deadline).values(), *others])
+    deadline = deadline or Deadline()
+    known = baseline_placements(profile, on.num_gpus, bounds, steps, seed, deadline).values()
+    best = fastest(profile, on, [*known, *others])
     for tail in TAILS:
+        if deadline.over():
+            break
         found = search(profile, on, limit, bounds, steps, seed, tail, deadline)
         if step(profile, found.shares(), on).ms <= step(profile, best.shares(), on).ms:
             return found
@@ -70,7 +73,7 @@ def search(
     steps: int = annealing.STEPS,
     seed: int = 0,
     tail: float = TAILS[0],
-    deadline: float = np.inf,
+    deadline: Deadline | None = None,
 ) -> Placement:
     """Search as `joint` does, without the comparison with baselines: under the limit, if packing is.
 
@@ -99,17 +102,19 @@ def baseline_placements(
     num_gpus: int,
     bounds: Bounds | None = None,
     steps: int = annealing.STEPS,
-    deadline: float = np.inf,
+    seed: int = 0,
+    deadline: Deadline | None = None,
 ) -> dict[str, Placement]:
     """Return the placements of the baselines that need no solver and place every expert once, by name.
 
-    ``steps`` is of `baselines.exflow`'s annealing. `baselines.eplb` without replicas is `greedy` on one node.
+    ``steps`` and ``seed`` are of `baselines.exflow`'s annealing. `baselines.eplb` without replicas is `greedy` on one
+    node.
     """
     return {
         "greedy": baselines.greedy(profile, num_gpus, bounds),
         "contiguous": baselines.contiguous(profile, num_gpus),
         "round-robin": baselines.round_robin(profile, num_gpus),
-        "exflow": baselines.exflow(profile, num_gpus, steps, deadline=deadline),
+        "exflow": baselines.exflow(profile, num_gpus, steps, seed, deadline),
     }
 
 

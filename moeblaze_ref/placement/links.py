@@ -4,10 +4,11 @@ C[l, c1, c2] tokens go from cluster c1 in layer l to cluster c2 in layer l + 1; 
 cluster is on, a permutation in every layer; ``cost`` (G, G) is a token's time on each link, 0 on the diagonal.
 """
 
-import time
 from itertools import combinations, permutations
 
 import numpy as np
+
+from moeblaze_ref.placement.deadlines import Deadline
 
 SMALL = 5  # GPUs: 120 permutations
 
@@ -61,7 +62,7 @@ def matching(flow: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def chain(
-    C: np.ndarray, cost: np.ndarray, sizes: np.ndarray, hosted: tuple[int, int], deadline: float = np.inf
+    C: np.ndarray, cost: np.ndarray, sizes: np.ndarray, hosted: tuple[int, int], deadline: Deadline
 ) -> np.ndarray:
     """A good guess: each layer follows the largest flows of the one before, then clusters swap GPUs while that helps.
 
@@ -73,8 +74,8 @@ def chain(
         Experts of each cluster.
     hosted : (int, int)
         The fewest and the most experts of a GPU over all layers; what is outside is mended before anything else.
-    deadline : float
-        Of `time.perf_counter`: no layer is swept after it.
+    deadline : Deadline
+        No layer is swept after it.
 
     Returns
     -------
@@ -106,7 +107,7 @@ def _swap_sweep(C, cost, sizes, hosted, gpus, deadline) -> bool:
     """Try every swap of two clusters' GPUs in every layer, in place; whether one helped."""
     helped = False
     for layer in range(len(gpus)):
-        if time.perf_counter() > deadline:
+        if deadline.over():
             return False
         around = slice(max(layer - 1, 0), layer + 1)  # the transitions before and after
         window = slice(max(layer - 1, 0), layer + 2)

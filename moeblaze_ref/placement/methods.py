@@ -3,8 +3,8 @@
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from moeblaze_ref.placement import annealing, baselines, dedup_copies, traffic
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.copies import MOST_GPUS, Routes, routes
 from moeblaze_ref.placement.counted import Counted
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.dedup import SWAPS, dedup
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.joint import LIMIT, LIMITS, check_limit, joint, search
@@ -37,8 +38,12 @@ LARGEST = {
 }
 
 
+MOST_SEED = 1_000_000  # of a search: layers make seeds of their own of it
+
 # Methods that need the choices of tokens, not their counts alone.
 FOLLOWING = ("exflow", "moetuner", "joint", "dedup", "dedup-copies")
+# Methods whose maps hold copies of experts.
+COPYING = ("eplb-nearest", "dedup-copies")
 
 Traffic = RoutingTrace | Counted
 
@@ -49,7 +54,7 @@ class Options:
 
     bounds: Bounds | None = None  #: experts of a layer on a GPU; by default as equal as can be
     solver: str = DEFAULT_SOLVER  #: one of ``solver.SOLVERS``
-    time_limit: float = TIME_LIMIT  #: seconds of each of MoETuner's programs, and of each method's search
+    time_limit: float = TIME_LIMIT  #: seconds of each method
     limit: float = LIMIT  #: of `joint`: a layer's fullest GPU over the mean
     steps: int = annealing.STEPS  #: of the annealing, in `joint` and `exflow`
     swaps: int = SWAPS  #: of `dedup`, in a layer
@@ -57,6 +62,7 @@ class Options:
     budget: int | None = None  #: experts of a layer on a GPU, where experts have copies; by default E / G and one more
     nodes: int | None = None  #: by which EPLB packs; by default those of the links
     groups: int | None = None  #: of experts, which EPLB keeps on one node; by default every expert is one
+    seed: int = 0  #: of each solver and search
     costs: Runtime | None = None  #: of the step that brings tokens home; by default the measured ones on the same links
 
     def __post_init__(self):
@@ -66,6 +72,7 @@ class Options:
         checks.check_int("steps", self.steps, 0)
         checks.check_int("swaps", self.swaps, 0)
         checks.check_int("copy_steps", self.copy_steps, 0)
+        checks.check_int("seed", self.seed, 0, MOST_SEED)
 
     def runtime(self, on: Cluster) -> Runtime:
         """The costs of the step that brings tokens home."""
@@ -98,7 +105,7 @@ class Fitted:
     #: What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
     #: from the mean, which may be unproven where this is small.
     load_gap: float | None = None
-    cut: bool = False  #: whether the time limit ended a search
+    cut: bool = False  #: whether the time limit ended a search or a solver, so that another run may find another map
     skipped: str = ""  #: why a program was not solved; empty if it was, or there is none
 
     @property
@@ -113,11 +120,11 @@ def _placed(
     return Fitted(placement.shares(), placement, gap, load_gap, cut)
 
 
-def _searched(options: Options, search: Callable[[float], Placement | Copies]) -> Fitted:
+def _searched(options: Options, search: Callable[[Deadline], Placement | Copies]) -> Fitted:
     """Let a search run until the time limit, which it gets as a deadline."""
-    deadline = time.perf_counter() + options.time_limit
+    deadline = Deadline(options.time_limit)
     placement = search(deadline)
-    return _placed(placement, cut=time.perf_counter() > deadline)
+    return _placed(placement, cut=deadline.cut)
 
 
 def _eplb(sample: Profile, on: Cluster, options: Options, per_gpu: int) -> np.ndarray:
@@ -145,36 +152,35 @@ def _nearest_of_eplb(sample: Profile, on: Cluster, options: Options) -> Fitted:
 
 
 def _moetuner(sample: Profile, on: Cluster, options: Options) -> Fitted:
-    found = moetuner(sample, on, options.bounds, options.solver, options.time_limit)
-    return Fitted(found.placement.shares(), found.placement, found.gap, found.clusters.gap, skipped=found.gpus.skipped)
+    found = moetuner(sample, on, options.bounds, options.solver, options.time_limit, options.seed)
+    shares, skipped = found.placement.shares(), found.gpus.skipped
+    return Fitted(shares, found.placement, found.gap, found.clusters.gap, found.cut, skipped)
 
 
 def _joint(sample: Profile, on: Cluster, options: Options) -> Fitted:
     """Never slower by the model than any other method that places each expert once: those with a solver are solved."""
-    found = [fit(sample, on, options).placement for fit in (_packed_by_eplb, _moetuner)]
-    others = [placement for placement in found if isinstance(placement, Placement)]
-    steps, within = options.steps, options.bounds
-    return _searched(
-        options, lambda deadline: joint(sample, on, options.limit, within, steps, others=others, deadline=deadline)
-    )
+    deadline, options = Deadline(options.time_limit), replace(options, time_limit=options.time_limit / 2)
+    found = [method(sample, on, options) for method in (_packed_by_eplb, _moetuner)]
+    others = [one.placement for one in found if isinstance(one.placement, Placement)]
+    steps, within, seed = options.steps, options.bounds, options.seed
+    placement = joint(sample, on, options.limit, within, steps, seed, others, deadline)
+    return _placed(placement, cut=deadline.cut or any(one.cut for one in found))
 
 
 def _exflow(sample: Profile, on: Cluster, options: Options) -> Fitted:
     exflow = baselines.exflow
-    return _searched(options, lambda deadline: exflow(sample, on.num_gpus, options.steps, deadline=deadline))
+    return _searched(options, lambda deadline: exflow(sample, on.num_gpus, options.steps, options.seed, deadline))
 
 
 def _dedup(sample: Profile, on: Cluster, options: Options) -> Fitted:
-    costs = options.runtime(on)
-    return _searched(options, lambda deadline: dedup(sample, costs, options.bounds, options.swaps, deadline=deadline))
+    costs, within, swaps, seed = options.runtime(on), options.bounds, options.swaps, options.seed
+    return _searched(options, lambda deadline: dedup(sample, costs, within, swaps, seed, deadline))
 
 
 def _dedup_copies(sample: Profile, on: Cluster, options: Options) -> Fitted:
-    budget, search = options.experts_per_gpu(sample.E, on.num_gpus), dedup_copies.dedup_copies
-    return _searched(
-        options,
-        lambda deadline: search(sample, on.num_gpus, budget, on.num_nodes, options.copy_steps, deadline=deadline),
-    )
+    G, nodes, steps, seed = on.num_gpus, on.num_nodes, options.copy_steps, options.seed
+    budget, search = options.experts_per_gpu(sample.E, G), dedup_copies.dedup_copies
+    return _searched(options, lambda deadline: search(sample, G, budget, nodes, steps, seed, deadline))
 
 
 METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
@@ -190,6 +196,19 @@ METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
     "dedup": _dedup,
     "dedup-copies": _dedup_copies,
 }
+
+
+def fit(method: str, sample: Profile, on: Cluster, options: Options = Options()) -> Fitted:
+    """Fit a method to a profile. What the method must compile does not count for its time limit."""
+    compile_search(method)
+    return METHODS[method](sample, on, options)
+
+
+@cache
+def compile_search(method: str) -> None:
+    """Compile what a method searches with, once in a process, by a search without steps."""
+    tiny = RoutingTrace(np.tile(np.arange(2, dtype=np.int16), (2, 2, 1)), 4)
+    METHODS[method](profile(tiny), Cluster(np.ones((2, 2)), 1, 1.0), Options(steps=0, swaps=0, copy_steps=0))
 
 
 def named(texts: Iterable[str]) -> tuple[str, ...]:
@@ -239,7 +258,7 @@ class Row:
     batch_1024: float | None
     batch_4096: float | None
     batch_16384: float | None
-    cut: bool  #: whether the time limit ended a search: of any split
+    cut: bool  #: as in `Fitted`: of any split
     skipped: str  #: as in `Fitted`: of any split
     status: str  #: solved, to its gap, or heuristic: of any split
 
@@ -253,6 +272,7 @@ class Trial(Row):
     """One method on one split."""
 
     seed: int | None  #: of the split; None if it was evaluated on what it was fitted to
+    search_seed: int  #: of the method
     token_tail_ms: float | None  #: of the modelled step, slowest GPUs and slowest pairs: ``step_ms`` is their sum
     transfer_tail_ms: float | None
     fitted: Fitted
@@ -289,6 +309,7 @@ class Job:
     def __call__(self) -> list[Trial]:
         """Fit and evaluate: one trial."""
         sample, held_out = _halves(self.trace, self.seed)
+        compile_search(self.method)
         began = time.perf_counter()
         fitted = self._fit(sample)
         seconds = time.perf_counter() - began
@@ -296,8 +317,9 @@ class Job:
 
     def _fit(self, sample: Profile) -> Fitted:
         if self.limit is None:
-            return METHODS[self.method](sample, self.on, self.options)
-        return _placed(search(sample, self.on, self.limit, self.options.bounds, self.options.steps))
+            return fit(self.method, sample, self.on, self.options)
+        options = self.options
+        return _placed(search(sample, self.on, self.limit, options.bounds, options.steps, options.seed))
 
     def _evaluate(self, fitted: Fitted, held_out: Profile, seconds: float) -> Trial:
         counted, shares = held_out, fitted.shares
@@ -310,6 +332,7 @@ class Job:
         return Trial(
             method=self.method,
             seed=self.seed,
+            search_seed=self.options.seed,
             balance_mean=float(each.mean()),
             balance_worst=float(each.max()),
             solve_s=seconds,
@@ -384,10 +407,12 @@ def jobs(
     splits: int = 1,
     options: Options = Options(),
     tokens: int = STEP_TOKENS,
+    seeds: int = 1,
 ) -> list[Job]:
     """A job for every method on every split: random halves of the sequences, seeds 0, 1, and so on.
 
-    Each returns a list of one Trial. Without splits the methods are fitted to the whole trace, and evaluated on it too.
+    Each returns a list of one Trial. With several ``seeds`` each is searched with that of the options, the next, and so
+    on. Without splits the methods are fitted to the whole trace, and evaluated on it too.
     ``tokens`` are those of the modelled step.
 
     Raises
@@ -408,8 +433,9 @@ def jobs(
         raise ValueError("the trace has no tokens: there is nothing to place by")
     if splits:
         _split(trace, 0)
-    seeds: list[int | None] = [*range(splits)] or [None]
-    return [Job(method, trace, seed, on, options, tokens) for seed in seeds for method in methods]
+    halves: list[int | None] = [*range(splits)] or [None]
+    searches = [replace(options, seed=options.seed + n) for n in range(checks.check_int("seeds", seeds, 1))]
+    return [Job(method, trace, half, on, each, tokens) for half in halves for each in searches for method in methods]
 
 
 def curve(
@@ -439,17 +465,26 @@ def medians(trials: list[Trial]) -> list[Row]:
     return rows
 
 
+def first_of(trials: list[Trial]) -> list[Trial]:
+    """The trials of the first split that have the first seed of the searches: one a method."""
+    first = trials[0].seed, trials[0].search_seed
+    return [trial for trial in trials if (trial.seed, trial.search_seed) == first]
+
+
 def _median(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
-def fastest_map(trials: list[Trial], objective: str = "dedup", with_copies: bool = False) -> Placement | Copies:
+def fastest_map(
+    trials: list[Trial], objective: str = "dedup", with_copies: bool = False, even: bool = False
+) -> Placement | Copies:
     """Return the placement with the shortest modelled step of the objective, among those of the first split.
 
     Of counts alone it is the placement whose load is most even.
 
-    Maps with copies need more memory, so they count only ``with_copies``, or where there is no other map.
+    Maps with copies need more memory, so they count only ``with_copies``, or where there is no other map. If ``even``,
+    maps with as many experts on each GPU go before others.
 
     Raises
     ------
@@ -459,11 +494,13 @@ def fastest_map(trials: list[Trial], objective: str = "dedup", with_copies: bool
     time_of = OBJECTIVES[checks.check_name("objective", objective, OBJECTIVES)]
     if trials[0].runtime_ms is None:
         time_of = "balance_mean"  # of counts alone no step is known
-    first = [trial for trial in trials if trial.seed == trials[0].seed]
+    first = first_of(trials)
     placed = [
         (getattr(trial, time_of), trial.fitted.placement) for trial in first if trial.fitted.placement is not None
     ]
     if not placed:
         raise ValueError("no map to write: tokens choose at random among the copies of the methods chosen")
+    if even:
+        placed = [one for one in placed if np.ptp(one[1].sizes()) == 0] or placed
     single = [one for one in placed if isinstance(one[1], Placement)]
     return min(placed if with_copies or not single else single, key=lambda one: one[0])[1]

@@ -83,8 +83,8 @@ class ShiftJob:
     def __call__(self) -> list[Shift]:
         """A row for each kind."""
         sample, held_out = split(self.trace, self.seed)
-        fit = methods.METHODS[self.method](profile(self._of(sample, self.fitted)), self.costs.on, self.options)
-        placement = mapped(self.method, fit)
+        fitted = methods.fit(self.method, profile(self._of(sample, self.fitted)), self.costs.on, self.options)
+        placement = mapped(self.method, fitted)
         return [
             Shift(
                 **vars(observe(self._of(held_out, kind), placement, self.costs, of=STEP_TOKENS)),

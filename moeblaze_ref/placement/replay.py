@@ -103,12 +103,12 @@ class Stream:
 
     def fit(self, method: str, options: methods.Options) -> Fit:
         """How a method of `methods.METHODS` fits a map to the window before a token; each map is found once."""
-        chosen = methods.METHODS[checks.check_name("method", method, methods.METHODS)]
+        checks.check_name("method", method, methods.METHODS)
 
         @cache
         def fitted(end: int) -> Placement | Copies:
             sample = profile(self.part(end - self.window, self.window))
-            return mapped(method, chosen(sample, self.costs.on, options))
+            return mapped(method, methods.fit(method, sample, self.costs.on, options))
 
         return fitted
 

@@ -43,6 +43,11 @@ def table(rows: list[Row], evaluated: str) -> Table:
     return found
 
 
+def cut(method: str, time_limit: float) -> str:
+    """What to say of a method that the time limit ended."""
+    return f"{method}: the time limit of {time_limit:g} s ended it, so another run may find another map"
+
+
 def evaluated_on(splits: int, num_gpus: int, tokens: int) -> str:
     """The caption of `table`."""
     where = "the whole trace, on which they were fitted too"

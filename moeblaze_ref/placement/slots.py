@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from moeblaze_ref.placement.annealing import CLOCK, now
+from moeblaze_ref.placement.annealing import now
 from moeblaze_ref.placement.copies import ONE, ZERO, choose_of_token
 from moeblaze_ref.placement.unions import FINE, bits_set
 
 NO_SLOT = -1
+CLOCK = 32  # steps between two looks at the clock: each counts many tokens
 
 
 class Tokens(NamedTuple):

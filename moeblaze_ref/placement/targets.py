@@ -215,7 +215,7 @@ def dense_layers(
 
 
 def check_even(num_experts: int, num_gpus: int, bounds: Bounds | None) -> None:
-    """Every GPU gets as many experts, as the runtimes need it.
+    """Every GPU gets as many experts, as the runtimes need it, where each expert has one place.
 
     Raises
     ------
@@ -224,7 +224,8 @@ def check_even(num_experts: int, num_gpus: int, bounds: Bounds | None) -> None:
     """
     if num_experts % num_gpus:
         raise ValueError(
-            f"{num_experts} experts do not go evenly on {num_gpus} GPUs, but the runtimes need as many on each"
+            f"{num_experts} experts do not go evenly on {num_gpus} GPUs, but the runtimes need as many places on each: "
+            f"copies can fill them, by --method dedup-copies"
         )
     even = num_experts // num_gpus
     if bounds is not None and (bounds.least, bounds.most) != (even, even):

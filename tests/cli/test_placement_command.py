@@ -1,6 +1,7 @@
 """`moeblaze place`: every method on every split, as a table, as JSON, as a map, as pictures, as a record."""
 
 import functools
+import inspect
 import json
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
     written = json.loads(record.read_text())
     assert [split["seed"] for split in written["splits"] if split["method"] == "joint"] == [0, 1]
     assert written["model"] == routed.model and "versions" in written
-    assert (written["solver"], written["time_limit"], written["limit"]) == ("cp_sat", 60, 1.02)
+    assert (written["solver"], written["time_limit"], written["limit"]) == ("cp_sat", 180, 1.02)
     assert [point["limit"] for point in written["curve"]] == list(joint.LIMITS)
     assert {point["seed"] for point in written["curve"]} == {0}
     assert {path.name for path in folder.iterdir()} == {"load_by_gpu.png", "load_against_crossings.png"}
@@ -139,6 +140,64 @@ def test_eplb_takes_groups_and_nodes(file):
         json.loads(placed(*chosen, *options))[0] for options in ((), ("--nodes", 2, "--groups", 2, "--budget", 3))
     )
     assert grouped["balance_mean"] > alone["balance_mean"]  # a group of four experts stays on one node
+
+
+@pytest.mark.parametrize("method", [name for name in methods.METHODS if name != "eplb-replicas"])
+def test_the_same_command_and_seed_write_the_same_file(file, tmp_path, method):
+    def written(name, seed):
+        path = tmp_path / f"{name}.npz"
+        said = place("--trace", file, "--gpus", 4, "--method", method, "--seed", seed, "--out", path)
+        assert said.exit_code == 0 and "another map" not in said.stderr
+        return path.read_bytes()
+
+    first = written("first", 1)
+    assert written("again", 1) == first
+    if method in ("exflow", "dedup", "dedup-copies"):
+        assert written("other", 2) != first
+
+
+def test_every_search_gets_its_seed(file, monkeypatch):
+    given = {}
+
+    def noting(name, function):
+        bound = inspect.signature(function)
+
+        def noted(*of, **named):
+            given[name] = bound.bind(*of, **named).arguments["seed"]
+            return function(*of, **named)
+
+        return noted
+
+    for owner, name in (
+        (methods, "moetuner"),
+        (methods, "joint"),
+        (methods, "dedup"),
+        (methods.baselines, "exflow"),
+        (methods.dedup_copies, "dedup_copies"),
+    ):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    placed("--trace", file, "--gpus", 4, "--method", "exflow,moetuner,joint,dedup,dedup-copies", "--seed", 7)
+    assert given == dict.fromkeys(["moetuner", "joint", "exflow", "dedup", "dedup_copies"], 7)
+
+
+def test_several_seeds_are_several_trials_and_the_first_is_written(file, tmp_path):
+    record, written = tmp_path / "r.json", tmp_path / "several.npz"
+    asked = ("--trace", file, "--gpus", 4, "--method", "dedup", "--splits", 2, "--seed", 4)
+    placed(*asked, "--seeds", 3, "--record", record, "--out", written)
+    found = json.loads(record.read_text())
+    assert [(one["seed"], one["search_seed"]) for one in found["splits"]] == [(h, s) for h in (0, 1) for s in (4, 5, 6)]
+    assert (found["seed"], found["seeds"]) == (4, 3)
+    placed(*asked, "--out", tmp_path / "one.npz")
+    assert (tmp_path / "one.npz").read_bytes() == written.read_bytes()
+
+
+def test_a_search_that_the_time_limit_ended_is_named(file):
+    said = place("--trace", file, "--gpus", 4, "--method", "dedup", "--time-limit", 1e-9)
+    assert "dedup: the time limit of 1e-09 s ended it, so another run may find another map" in " ".join(
+        said.stderr.split()
+    )
+    (row,) = json.loads(placed("--trace", file, "--gpus", 4, "--method", "dedup", "--time-limit", 1e-9, "--json"))
+    assert row["cut"]
 
 
 def test_methods_that_are_not_tried_on_many_gpus_are_named_with_the_reason(file, tmp_path):

@@ -56,6 +56,16 @@ def test_a_record_becomes_a_map_with_copies_for_a_runtime(target, routed, tmp_pa
     assert (found.sizes() == 5).all()
 
 
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_copies_fill_gpus_on_which_experts_do_not_go_evenly(target, tmp_path):
+    """Nine experts on two GPUs: packing is uneven, and the map with copies is written in its place."""
+    out = tmp_path / f"map{targets.TARGETS[target].suffixes[0]}"
+    asked = ("--synthetic", "4x9x2", "--splits", 0, "--method", "dedup-copies", "--budget", 5)
+    placed(*asked, "--to", target, "--out", out)
+    found = targets.load(out, target, 2)
+    assert found.held.shape == (4, 9, 2) and (found.sizes() == 5).all() and found.held.any(axis=2).all()
+
+
 def test_layers_without_experts_can_be_named(tmp_path):
     placed(
         "--synthetic", "4x8x2", "--splits", 0, "--to", "sglang", "--dense-layers", "0-1,4", "--out", tmp_path / "m.json"
@@ -91,7 +101,7 @@ SYNTHETIC = ("--synthetic", "4x8x2", "--splits", 0)
         ((*SYNTHETIC, "--to", "sglang", "--dense-layers", "x", "--out", "m.json"), "such as 0-2 or 0,3"),
         (
             ("--synthetic", "4x9x2", "--splits", 0, "--to", "eplb", "--out", "m.pt"),
-            "9 experts do not go evenly on 2 GPUs",
+            "9 experts do not go evenly on 2 GPUs, but the runtimes need as many places on each: copies can fill them",
         ),
         (
             (*SYNTHETIC, "--to", "eplb", "--out", "m.pt", "--experts-per-gpu", "1:8"),

@@ -12,6 +12,7 @@ from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.parallel import costs as parallel_costs
 from moeblaze_ref.placement import annealing, baselines, dedup, maps, methods, simulate, trace, traffic, unions
 from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.expand import expand, expanded
 from moeblaze_ref.placement.synthetic import synthetic_trace
 
@@ -142,7 +143,8 @@ def test_a_layer_after_the_deadline_stays_as_it_was(routed, counted):
     start, found, change, _ = layer_search(routed, 5000, deadline=time.perf_counter() - 1)
     assert (found == start).all() and change == 0
     placed = baselines.greedy(counted, G)
-    late = annealing.anneal(counted, placed, 1 - np.eye(G), 9.0, steps=10**9, deadline=time.perf_counter() - 1)
+    late = annealing.anneal(counted, placed, 1 - np.eye(G), 9.0, steps=10**9, deadline=(over := Deadline(-1)))
+    assert over.cut
     np.testing.assert_array_equal(late.assignment, placed.assignment)
 
 
@@ -202,26 +204,30 @@ def test_packing_is_the_answer_where_rows_cost_and_links_do_not(counted, monkeyp
 def test_nodes_may_cost_a_little_time_and_gpus_of_one_node_none(counted, monkeypatch, topology, taken):
     good = dedup.search(counted, baselines.greedy(counted, G), swaps=800)
     monkeypatch.setattr(dedup, "search", lambda *of: good)
-    ms = {id(good): np.full(3, 1.005)}
+    ms = {id(good): np.full(3, 1.004)}
     monkeypatch.setattr(dedup, "_layers_ms", lambda profile, placement, *of: ms.get(id(placement), np.ones(3)))
     found = dedup.dedup(counted, on_links(topology))
     assert (found.assignment == good.assignment).all() == taken
 
 
-def test_a_layer_takes_the_first_faster_map_and_is_not_searched_again(counted, monkeypatch):
-    good, tried = dedup.dedup(counted, on_links(), swaps=5000), []
-    packed = baselines.greedy(counted, G)
-
-    def search(profile, start, nodes, weight, swaps, seed, deadline, left):
-        tried.append(list(left))
-        found = packed.assignment.copy()
-        found[left[0]] = good.assignment[left[0]]
-        return maps.Placement(found, G)
-
-    monkeypatch.setattr(dedup, "search", search)
+@pytest.mark.parametrize(
+    ("ms", "searched", "packing"),
+    [
+        ([[0.5, 1.2, 1.2]], [[0, 1, 2]], []),  # together no slower
+        ([[0.9, 1.2, 1.2], [0.9, 0.9, 1.15]], [[0, 1, 2], [1, 2]], []),
+        ([[0.9, 1.2, 1.2], [0.9, 0.9, 1.5], [0.9, 0.9, 1.5], [0.9, 0.9, 1.5]], [[0, 1, 2], [1, 2], [2], [2]], [2]),
+    ],
+)
+def test_layers_are_searched_again_until_all_together_are_no_slower(counted, monkeypatch, ms, searched, packing):
+    tried, packed = [], baselines.greedy(counted, G)
+    other = dedup.search(counted, packed, swaps=800)
+    monkeypatch.setattr(dedup, "search", lambda *of: tried.append(list(of[7])) or other)
+    times = iter([[1.0, 1.0, 1.0], *ms])
+    monkeypatch.setattr(dedup, "_layers_ms", lambda *of: np.array(next(times)))
     found = dedup.dedup(counted, on_links())
-    assert tried == [[0, 1, 2], [1, 2], [2]]
-    np.testing.assert_array_equal(found.assignment, good.assignment)
+    assert tried == searched
+    for l in range(3):
+        np.testing.assert_array_equal(found.assignment[l], (packed if l in packing else other).assignment[l])
 
 
 def test_dedup_keeps_the_bounds_of_the_packing(counted):

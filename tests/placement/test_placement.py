@@ -1,5 +1,7 @@
 """Placement: traces and counts, both integer programs against exhaustive search, baselines, joint, the step's model."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -15,10 +17,12 @@ from moeblaze_ref.placement import (
     maps,
     methods,
     simulate,
+    solver,
     trace,
 )
 from moeblaze_ref.placement.annealing import anneal
 from moeblaze_ref.placement.bounds import Bounds, equal, printed
+from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.solver import SOLVERS
 from moeblaze_ref.placement.synthetic import counted_trace, synthetic_trace, trace_or_synthetic
 
@@ -653,3 +657,59 @@ def test_the_model_scales_on_paper():
     on = simulate.cluster("two-nodes", 64, d=7168, h=2048)
     packed, first = baselines.greedy(large, 64), baselines.contiguous(large, 64)
     assert step_ms(large, packed, on) < step_ms(large, first, on)
+
+
+# The same map again ---------------------------------------------------------------------------------------------------
+
+
+def uneven(G, E=24):
+    """A layer's loads that packing does not balance, and the model of its clusters."""
+    p = np.sort(np.round(1e6 * np.random.default_rng(3).random(E) ** 3).astype(np.int64))[::-1]
+    layer = clusters._Layer(p, G, Bounds(E // G, E // G), 0)
+    layer.model.minimize(layer.deviation)
+    return layer
+
+
+@pytest.mark.parametrize("solver_name", INCLUDED)
+def test_a_solver_ends_by_its_work_and_not_by_the_clock(solver_name):
+    """Twice the same, beside a busy thread too, and nothing says that the time limit ended it."""
+    layer, found, busy = uneven(4), [], threading.Event()
+    for beside in (False, True):
+        worker = threading.Thread(target=lambda: [None for _ in iter(busy.is_set, True)])
+        busy.clear()
+        if beside:
+            worker.start()
+        deadline = Deadline(1000)
+        solution = solver.minimise(layer.model, solver_name, 0.3, deadline, seed=5)
+        busy.set()
+        if beside:
+            worker.join()
+        assert not deadline.cut
+        found.append(solution and (layer.clusters(solution.values).tolist(), solution.bound))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("solver_name", INCLUDED)
+def test_a_solver_that_the_clock_ends_says_so(solver_name):
+    layer, deadline = uneven(8, 64), Deadline(0.3)
+    solver.minimise(layer.model, solver_name, 1e6, deadline)
+    assert deadline.cut
+
+
+def test_a_solver_is_given_its_seed_and_its_work(monkeypatch):
+    given = []
+    monkeypatch.setattr(solver, "_solve", lambda model, name, parameters, *of: given.append(parameters) or exit())
+    for name in INCLUDED:
+        with pytest.raises(SystemExit):
+            solver.minimise(solver.new_model(), name, 7.0, Deadline(), seed=2**31 + 5)
+    assert [one.random_seed for one in given] == [5] * len(INCLUDED)
+    by_name = dict(zip(INCLUDED, given, strict=True))
+    assert by_name["cp_sat"].cp_sat.max_deterministic_time == pytest.approx(7 * solver.CP_SAT_WORK)
+    assert by_name["cp_sat"].cp_sat.interleave_search and by_name["cp_sat"].threads == solver.WORKERS
+    assert by_name["highs"].node_limit == by_name["scip"].node_limit == 7 * solver.NODES
+
+
+def test_a_share_of_the_time_that_ends_a_search_is_remembered():
+    deadline = Deadline(1000)
+    assert not deadline.over() and not deadline.cut
+    assert deadline.over(deadline.at - 2000) and deadline.cut and not deadline.over()

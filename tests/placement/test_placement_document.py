@@ -226,6 +226,35 @@ def test_dedup_has_the_fewest_gpus_a_token_and_a_median_step_no_slower_than_pack
     assert (ours["runtime_ms"] > rows["greedy"]["runtime_ms"]) == (kind in SLOWER)
 
 
+@pytest.mark.parametrize("kind", recorded(document.HOME))
+def test_no_baseline_is_as_good_as_dedup_in_load_and_distinct_gpus_and_nodes(kind):
+    """By the medians: each baseline that has no more of two of them has more of the third."""
+    names = ("balance_mean", "distinct_gpus", "distinct_nodes")
+    rows = {row["method"]: [row[name] for name in names] for row in document.load(document.HOME_RECORDS[kind])["rows"]}
+    ours = rows.pop("dedup")
+    for method, theirs in rows.items():
+        assert any(one > other for one, other in zip(theirs, ours, strict=True)), method
+
+
+def test_a_record_of_several_seeds_becomes_a_table():
+    splits = [
+        home_trial("dedup", seed, D, 1.1, 50.0) | {"search_seed": search, "cut": search == 1}
+        for seed, search, D in ((0, 0, 2.5), (0, 1, 2.6), (1, 0, 3.0), (1, 1, 3.05))
+    ]
+    text = findings.seeds({"rows": [home_trial("dedup", None, 2.8, 1.1, 50.0)], "splits": splits})
+    assert (
+        "| `dedup` | 1.100 (0.000) | 2.800 (0.100) | 1.500 (0.000) | 70.0% (0.0%) | 50.00 (0.00) | 1.0 (0.0) | 2 |"
+        in text
+    )
+
+
+def test_a_record_of_seeds_has_three_on_five_splits():
+    for found in [document.load(path) for path in document.SEEDS_RECORDS.values() if path.exists()]:
+        for method in [row["method"] for row in found["rows"]]:
+            trials = [(one["seed"], one["search_seed"]) for one in found["splits"] if one["method"] == method]
+            assert trials == [(split, seed) for split in range(5) for seed in range(3)]
+
+
 @pytest.mark.parametrize("kind", recorded(document.SIZES))
 def test_large_models_are_placed_in_two_minutes_and_four_gibibytes(kind):
     found = document.load(document.HOME_RECORDS[kind])
