@@ -628,5 +628,5 @@ def test_a_variable_gets_another_name_in_code_alone():
 
 def test_sources_are_the_projects_own():
     text = cuda_source("gating/1_naive.cu", "BEST", "next_best")
-    assert text.startswith('#include "common.cuh"\n\nconstexpr int BEST')
+    assert text.startswith('#include "common.cuh"\n#include "scalar.cuh"\n\nconstexpr int BEST')
     assert "Choice next_best(" in text and "softmax_top_k(" not in text
