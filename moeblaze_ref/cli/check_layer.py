@@ -137,7 +137,9 @@ def rows_of(
             row = _row_of(name, verdict, used or ())
             yield row._replace(**times._asdict()) if times else row
     except TimeoutError:
-        yield _failed(name, f"there is no verdict after {seconds} seconds: --timeout sets another limit")
+        yield _failed(
+            name, f"there is no verdict after {seconds} seconds, the start of Python included: --timeout allows more"
+        )
     except ChildProcessError as error:
         yield _failed(name, str(error))
     except (ValueError, TypeError) as error:
@@ -219,4 +221,6 @@ def _times_table(rows: Iterable[Row]) -> Table:
 def _verdict(row: Row) -> str:
     if row.right:
         return "right"
-    return f"wrong: {row.bug_class or 'not deterministic'}" if row.dtype else "not checked"
+    if row.dtype:
+        return f"wrong: {row.bug_class or 'not deterministic'}"
+    return "not checked" if row.refused else "no verdict"

@@ -231,7 +231,11 @@ def named(router: Router | str) -> Router:
     ValueError
         If there is none; the message proposes the nearest name.
     """
-    return router if isinstance(router, Router) else ROUTERS[checks.check_name("router", router, ROUTERS)]
+    if isinstance(router, Router):
+        return router
+    if router in SCORES:
+        raise ValueError(f"unknown router {router!r}: it says how to score, so write Router(scores={router!r})")
+    return ROUTERS[checks.check_name("router", router, ROUTERS)]
 
 
 def of_config(config: Any) -> Router:

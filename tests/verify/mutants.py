@@ -77,6 +77,11 @@ class RenormalizedGiven(PlainExperts):
         return super().forward(x, topk_index, topk_weights / topk_weights.sum(1, keepdim=True))
 
 
+class DetachedGiven(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index, topk_weights.detach())
+
+
 class Detached(PlainMoE):
     def route(self, x):
         index, gates = super().route(x)
@@ -352,6 +357,7 @@ MUTANTS = {
     "softmax after the choice": Mutant(moe(SoftmaxOfChosen, family="olmoe"), "gates renormalized"),
     "given gates renormalized": Mutant(experts(RenormalizedGiven), "gates renormalized"),
     "detached gates": Mutant(moe(Detached), "gates without gradient"),
+    "given gates detached": Mutant(experts(DetachedGiven), "gates without gradient"),
     "weight on the input": Mutant(experts(WeighedInput), "gate on the wrong side"),
     "weight on both": Mutant(experts(WeighedTwice), "gate on the wrong side"),
     "capacity": Mutant(experts(Capacity), "tokens over a capacity dropped"),

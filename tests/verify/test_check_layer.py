@@ -1,6 +1,7 @@
 """Layers that are right, and layers with a bug of each class."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -132,7 +133,7 @@ class Raising(plain.PlainExperts):
 
 def test_an_error_is_a_finding():
     verdict = verdict_on(lambda **sizes: plain.experts(kind=Raising, **sizes))
-    assert verdict.first.raised == "RuntimeError: cannot squeeze" and verdict.first.case == "one token"
+    assert verdict.first.raised.startswith("RuntimeError: cannot squeeze (") and verdict.first.case == "one token"
     assert verdict.units == math.inf and verdict.bug_class == UNKNOWN
 
 
@@ -340,7 +341,7 @@ class Refusing(plain.PlainExperts):
 
 def test_an_error_does_not_show_that_strides_are_ignored():
     verdict = verdict_on(partial(plain.experts, kind=Refusing))
-    assert verdict.first.raised == "RuntimeError: x must be contiguous" and verdict.bug_class == UNKNOWN
+    assert verdict.first.raised.startswith("RuntimeError: x must be contiguous (") and verdict.bug_class == UNKNOWN
 
 
 # Cases ----------------------------------------------------------------------------------------------------------------
@@ -458,6 +459,7 @@ WITH_A_ROUTER = {"gate_up": torch.zeros(8, 256, 128), "down": torch.zeros(8, 128
         ({"activation": lambda gate: gate}, "activation raised TypeError"),
         ({"activation": lambda gate, up: 3}, "activation returns an int, but it must return a tensor (R, h)"),
         ({"router": "mixtrall"}, "unknown router 'mixtrall'. Did you mean 'mixtral'?"),
+        ({"router": "sigmoid"}, "unknown router 'sigmoid': it says how to score, so write Router(scores='sigmoid')"),
     ],
 )
 def test_an_adapter_that_does_not_fit(changes, message):
@@ -593,7 +595,33 @@ def test_a_factory_that_raises():
     def factory(**sizes):
         raise KeyError("gate")
 
-    with pytest.raises(ValueError, match="the factory raised KeyError: 'gate'"):
+    with pytest.raises(
+        ValueError, match=r"the factory raised KeyError: 'gate' \(test_check_layer.py, line \d+, in factory\)"
+    ):
+        list(check_layer(factory))
+
+
+def test_a_factory_that_takes_something_else():
+    said = r"the factory takes \(d, h\), but it is called with d, h, E, k, dtype, device by name"
+    with pytest.raises(TypeError, match=said):
+        list(check_layer(lambda d, h: None))
+
+
+def test_an_error_is_said_with_its_place_in_the_layers_own_code():
+    class Raising(PlainExperts):
+        def forward(self, x, topk_index, topk_weights):
+            return torch.cat([x, x[:, 1:]])
+
+    verdict = verdict_on(partial(plain.experts, kind=Raising))
+    assert re.search(r"RuntimeError: .* \(test_check_layer.py, line \d+, in forward\)$", str(verdict))
+
+
+def test_a_layout_that_exchanges_two_widths_is_refused():
+    def factory(**sizes):
+        made = plain.experts(**sizes)
+        return replace(made, weights={**made.weights, "down": "down: E h d"})
+
+    with pytest.raises(ValueError, match=r"down has shape \(8, 128, 256\), but \(E h d\) with .* is \(8, 256, 128\)"):
         list(check_layer(factory))
 
 

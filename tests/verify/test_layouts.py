@@ -65,8 +65,9 @@ def test_the_rows_of_all_experts_on_one_axis():
     [
         ({"w": "gates: E d h"}, "names 'gates', but a weight is one of router, router_bias"),
         ({"w": "gate: E d d"}, "has the axes 'E d d', but it must have those of 'E d h'"),
-        ({"w": "gate_up: E h d"}, "has the axes 'E h d', but it must have those of 'E d 2h'"),
-        ({"w": "down: E 2h d"}, "has the axes 'E 2h d', but it must have those of 'E h d'"),
+        ({"w": "gate_up: E h d"}, "has the axes 'E h d', but it must have those of 'E d 2h' or 'E d h2', in any order"),
+        ({"w": "gate_up E d h2"}, "the layout 'gate_up E d h2' has no colon"),
+        ({"w": "down: E 2h d"}, "has the axes 'E 2h d', but it must have those of 'E h d', in any order"),
         ({"w": "gate: d h"}, "'w' stands for all experts, so its layout has an E"),
         ({"w.*": "gate: E d h"}, "'w.*' stands for one parameter an expert, so its layout has no E"),
         ({"a": "gate: E d h", "b": "gate_up: E 2h d"}, "'b' has the weight 'gate', which another tensor has too"),

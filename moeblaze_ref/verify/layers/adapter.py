@@ -1,8 +1,10 @@
 """What a check must know about a layer: how to call it, where its weights are, and what its router does."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +16,7 @@ from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.core.routers import WEIGHS, Router, named
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.verify.layers import layouts
-from moeblaze_ref.verify.layers.faults import LayerFault, in_a_line
+from moeblaze_ref.verify.layers.faults import LayerFault, in_a_line, raised
 from moeblaze_ref.verify.layers.layouts import Place
 
 Activation = str | Callable[[Tensor, Tensor], Tensor]  # a name of ours, or a function of gate and up
@@ -254,6 +256,12 @@ def parts_of(name: str) -> tuple[str, str]:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"a layer is {name!r}, but it must be MODULE:FACTORY, such as my_package.layers:make")
+    if module.endswith(".py") or "/" in module:
+        file = PurePath(module)
+        raise ValueError(
+            f"a layer is {name!r}, but MODULE is a name as in import, not a path: "
+            f"write {file.name.removesuffix('.py')}:{attribute} in the folder of {file.name}"
+        )
     return module, attribute
 
 
@@ -269,7 +277,9 @@ def load(name: str) -> Factory:
     try:
         imported = importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{module} cannot be imported: {error}") from None
+        top = module.partition(".")[0]
+        why = f"no {top} is in {Path.cwd()} or on PYTHONPATH" if error.name == top else error
+        raise ValueError(f"{module} cannot be imported: {why}") from None
     except Exception as error:
         raise ValueError(f"{module} cannot be imported: {in_a_line(error)}") from error
     if not hasattr(imported, attribute):
@@ -288,12 +298,26 @@ def make(factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> Ada
     LayerFault
         If the factory raises an error.
     TypeError
-        If it returns no adapter.
+        If it cannot be called with the sizes, the dtype and the device by name, or returns no adapter.
     """
+    given: dict[str, Any] = {"d": sizes.d, "h": sizes.h, "E": sizes.E, "k": sizes.k, "dtype": dtype, "device": device}
+    _check_signature(factory, given)
     try:
-        adapter = factory(d=sizes.d, h=sizes.h, E=sizes.E, k=sizes.k, dtype=dtype, device=device)
+        adapter = factory(**given)
     except Exception as error:
-        raise LayerFault(f"the factory raised {in_a_line(error)}") from error
+        raise LayerFault(f"the factory raised {raised(error)}") from error
     if not isinstance(adapter, Adapter):
         raise TypeError(f"the factory returns {kind(adapter)}, but it must return a verify.layers.Adapter")
     return adapter
+
+
+def _check_signature(factory: Factory, given: Mapping[str, Any]) -> None:
+    """Check that a factory can be called so; one that does not say what it takes is called."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:
+        return
+    try:
+        signature.bind(**given)
+    except TypeError:
+        raise TypeError(f"the factory takes {signature}, but it is called with {', '.join(given)} by name") from None

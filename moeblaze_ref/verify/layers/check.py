@@ -21,7 +21,8 @@ from moeblaze_ref.verify.layers.layer import CheckedLayer
 from moeblaze_ref.verify.layers.reference import Case, Spec
 from moeblaze_ref.verify.layers.ways import Found, Way
 
-PROBE = Sizes(8, 128, 128, 8, 2)  # with which a factory is called to learn what it makes
+# With which a factory is called to learn what it makes. d and h differ: a layout that exchanges them is refused.
+PROBE = Sizes(8, 128, 256, 8, 2)
 UNKNOWN = "class unknown"
 # Of one function in a check: its cases have other sizes, and want other gradients. Torch allows eight.
 COMPILATIONS = 256

@@ -1,7 +1,9 @@
 """What a layer, or the factory that makes it, does wrong beside its numbers."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,17 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
+def raised(error: BaseException) -> str:
+    """An error in a line, and where in the layer's own code it was raised, or what was called there raised it."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OTHERS)]
+    where = f" ({PurePath(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
+    return in_a_line(error) + where
+
+
+# What calls a layer, and what a layer calls.
+_OTHERS = (str(PurePath(__file__).parent), str(PurePath(torch.__file__).parent), "<")
+
+
 @contextmanager
 def faults_of_a_layer(device: str) -> Iterator[None]:
     """Make an error of the code inside, or of the kernels that it started, a `LayerFault`; keep torch's settings."""
@@ -32,7 +45,7 @@ def faults_of_a_layer(device: str) -> Iterator[None]:
     except LayerFault:
         raise
     except Exception as error:
-        raise LayerFault(in_a_line(error)) from error
+        raise LayerFault(raised(error)) from error
     finally:
         after = Settings.now()
         before.restore()

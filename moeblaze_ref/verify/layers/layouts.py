@@ -6,7 +6,7 @@ columns, and ``h2`` if they alternate. ``E*h`` is one axis of both, the h rows o
 parameter with ``*`` stands for one parameter an expert, whose layout leaves E out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,16 +58,22 @@ class Layout(NamedTuple):
         """
         name, _, axes = (part.strip() for part in text.partition(":"))
         roles = FUSED.get(name, (name,))
+        if ":" not in text:
+            raise ValueError(
+                f"the layout {text!r} has no colon: write a weight and its axes, such as 'gate_up: E 2h d'"
+            )
         if not set(roles) <= ROLES.keys():
             raise ValueError(
                 f"the layout {text!r} names {name!r}, but a weight is one of {', '.join((*ROLES, *FUSED))}"
             )
         layout = cls(roles, tuple(axes.replace(MERGED, "E ").split()), axes.startswith(MERGED), num_experts)
         plain = ROLES[roles[0]]
-        allowed = {plain, plain[1:]} if plain[0] == "E" else {plain}
-        if not any(sorted(layout._plain) == sorted(wanted) for wanted in allowed) or layout._fuses != len(roles) - 1:
-            example = " ".join(f"2{axis}" if axis in "hs" and len(roles) > 1 else axis for axis in plain)
-            raise ValueError(f"the layout {text!r} has the axes {axes!r}, but it must have those of {example!r}")
+        right = {plain, plain[1:]} if plain[0] == "E" else {plain}
+        if not any(sorted(layout._plain) == sorted(wanted) for wanted in right) or layout._fuses != len(roles) - 1:
+            allowed = " or ".join(repr(form) for form in _forms(plain, len(roles) > 1))
+            raise ValueError(
+                f"the layout {text!r} has the axes {axes!r}, but it must have those of {allowed}, in any order"
+            )
         return layout
 
     @property
@@ -97,6 +103,12 @@ class Layout(NamedTuple):
 
     def _in_order(self, half: Tensor, role: str) -> Tensor:
         return half.permute([self._plain.index(axis) for axis in ROLES[role] if axis in self._plain])
+
+
+def _forms(axes: Sequence[str], fused: bool) -> list[str]:
+    """How a layout of these axes may be written, but for their order."""
+    doubled = ("2{}", "{}2") if fused else ("{}",)
+    return [" ".join(form.format(axis) if axis in "hs" else axis for axis in axes) for form in doubled]
 
 
 def _halves(tensor: Tensor, axis: int, concatenated: bool) -> list[Tensor]:

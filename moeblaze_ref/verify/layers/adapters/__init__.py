@@ -1,5 +1,7 @@
 """Layers of others and of ours, ready to be checked, by name."""
 
+import difflib
+
 from moeblaze_ref.core import checks
 from moeblaze_ref.verify.layers import adapter
 from moeblaze_ref.verify.layers.adapter import Factory
@@ -27,7 +29,11 @@ def check_name(name: str) -> None:
     if ":" in name:
         adapter.parts_of(name)
     else:
-        checks.check_name("layer", name, factories() | on_gpu())
+        known = factories() | on_gpu()
+        if not difflib.get_close_matches(name, known):
+            allowed = ", ".join(known)
+            raise ValueError(f"unknown layer {name!r}: yours is MODULE:FACTORY, and the project has {allowed}")
+        checks.check_name("layer", name, known)
 
 
 def named(name: str) -> Factory:
