@@ -13,12 +13,12 @@ from moeblaze_ref.verify.layers import cases, diagnosis, ways
 from moeblaze_ref.verify.layers import large as large_cases
 from moeblaze_ref.verify.layers.adapter import Adapter, Factory, Sizes
 from moeblaze_ref.verify.layers.cases import Pattern
-from moeblaze_ref.verify.layers.deviations import Deviation, Wanted, wanted
+from moeblaze_ref.verify.layers.deviations import Deviation, wanted
 from moeblaze_ref.verify.layers.diagnosis import Evidence
 from moeblaze_ref.verify.layers.faults import LayerFault, is_out_of_memory
 from moeblaze_ref.verify.layers.large import Large
 from moeblaze_ref.verify.layers.layer import CheckedLayer
-from moeblaze_ref.verify.layers.reference import Case, Spec
+from moeblaze_ref.verify.layers.reference import Spec
 from moeblaze_ref.verify.layers.ways import Found, Way
 
 # With which a factory is called to learn what it makes. d and h differ: a layout that exchanges them is refused.
@@ -249,10 +249,8 @@ class _Compared(NamedTuple):
 
 
 def _compared(layer: CheckedLayer, all_found: Iterable[Found], spec: Spec) -> Iterator[_Compared]:
-    """Each result beside its reference; one reference for all results of a case."""
-    last: tuple[Case, torch.dtype, Wanted] | None = None
+    """Each result beside its reference."""
     for found in all_found:
         dtype = found.dtype or layer.dtype
-        if last is None or last[0] is not found.case or last[1] != dtype:
-            last = found.case, dtype, wanted(spec, found.case, dtype, layer.gate_dtype)
-        yield _Compared(found.how, Evidence(spec, found.case, found.results, last[2], dtype, layer.step))
+        right = wanted(spec, found.case, dtype, layer.gate_dtype)
+        yield _Compared(found.how, Evidence(spec, found.case, found.results, right, dtype, layer.step))

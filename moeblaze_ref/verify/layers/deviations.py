@@ -1,7 +1,7 @@
 """Compare what a layer computes with the reference: each whole tensor, then each token and each expert of it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,10 @@ PARTS = {"out": ("token", 0), "x": ("token", 0), "topk_weights": ("token", 0)} |
     role: ("expert", axes.index("E")) for role, axes in ROLES.items() if "E" in axes
 }
 FEW_ROWS = 8
+# What is wanted of small cases is remembered: the ways of running a layer share them, and so do layers of a kind.
+MOST_KNOWN = 64
+SMALL_CASE = 2**19  # elements
+_known: dict[Hashable, "Wanted"] = {}
 
 
 class Deviation(NamedTuple):
@@ -59,7 +63,18 @@ def wanted(
     gate_dtype: torch.dtype,
     ways: Sequence[Experts] = reference.PLAIN_WAYS,
 ) -> Wanted:
-    """Compute the reference of a case, and the bounds from what plain torch makes of it in the layer's dtype."""
+    """The reference of a case, and the bounds from what plain torch makes of it in the layer's dtype."""
+    if case.numel > SMALL_CASE:
+        return _computed(spec, case, dtype, gate_dtype, ways)
+    key = spec, dtype, gate_dtype, tuple(ways), case.fingerprint()
+    if key not in _known:
+        if len(_known) == MOST_KNOWN:
+            del _known[next(iter(_known))]  # the oldest
+        _known[key] = _computed(spec, case, dtype, gate_dtype, ways)
+    return _known[key]
+
+
+def _computed(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtype, ways: Sequence[Experts]) -> Wanted:
     exact, sizes = reference.exact(spec, case), reference.sizes(spec, case)
     plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in ways]
     few = FEW_ELEMENTS if case.topk_index.numel() < FEW_ROWS else 1
@@ -90,16 +105,20 @@ def worst(found: Results, wanted: Wanted) -> float:
 
 def wrong_parts(name: str, found: Tensor, wanted: Wanted) -> list[int]:
     """The tokens or experts whose part of a tensor is wrong; none of a tensor that is not looked at in parts."""
-    if name not in PARTS:
-        return []
     _, parts = _errors_of(name, found, wanted)
-    return (~(parts <= wanted.bounds[name][1])).nonzero().flatten().tolist()
+    return _beyond(name, parts, wanted)
+
+
+def _beyond(name: str, parts: Tensor, wanted: Wanted) -> list[int]:
+    """The tokens or experts whose errors are beyond their bound."""
+    wrong = ~(parts <= wanted.bounds[name][1])
+    return wrong.nonzero().flatten().tolist() if name in PARTS else []
 
 
 def _of_tensor(name: str, found: Tensor, wanted: Wanted) -> Iterator[Deviation]:
     whole, parts = _errors_of(name, found, wanted)
     of_whole, of_part = wanted.bounds[name]
-    if wrong := wrong_parts(name, found, wanted):
+    if wrong := _beyond(name, parts, wanted):
         yield Deviation(name, f"{PARTS[name][0]} {wrong[0]}", float(parts[wrong[0]]), of_part)
     elif not whole <= of_whole:
         yield Deviation(name, None, whole, of_whole)

@@ -5,7 +5,9 @@ in every case. Some show in ways of running a step alone: a layer that is right 
 keeps something of the first. The others are signs in what is wrong.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,8 @@ from moeblaze_ref.verify.layers.predictions import Prediction
 from moeblaze_ref.verify.layers.reference import Case, Results, Spec
 
 
-class Evidence(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Evidence:
     """One plain step, in one dtype."""
 
     spec: Spec
@@ -28,12 +31,12 @@ class Evidence(NamedTuple):
     dtype: torch.dtype
     rerun: Callable[[Case], Results]  #: a step of the layer with other numbers
 
-    @property
+    @functools.cached_property
     def wrong(self) -> list[Deviation]:
         """What is wrong."""
         return deviations(self.found, self.wanted)
 
-    @property
+    @functools.cached_property
     def units(self) -> float:
         """The largest error in units of its bound."""
         return worst(self.found, self.wanted)

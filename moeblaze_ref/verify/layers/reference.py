@@ -3,6 +3,7 @@
 In float64 it is the specification. In the dtype of the layer it shows what plain torch loses there.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -47,6 +48,23 @@ class Case(NamedTuple):
         """Return what the step is differentiated by."""
         given = {} if self.topk_weights is None else {"topk_weights": self.topk_weights}
         return {"x": self.x} | given | {name: w for name, w in self.weights.items() if name not in BUFFERS}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All its numbers."""
+        return self.inputs() | self.weights | {"topk_index": self.topk_index, "d_out": self.d_out}
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return sum(tensor.numel() for tensor in self._tensors().values())
+
+    def fingerprint(self) -> str:
+        """A text that no case with other numbers has."""
+        digest = hashlib.sha256()
+        for name, tensor in self._tensors().items():
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
 
 def layer(spec: Spec, inputs: Weights, topk_index: Tensor, experts: "Experts | None" = None) -> Tensor:
