@@ -39,13 +39,16 @@ extern "C" __global__ void __launch_bounds__(DownRoles::BLOCK, 1)
     grouped_matmul<DownRoles>(
         shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, h),
         [&](const RowTile& tile) {
+            const int panels = panels_of(d - tile.column);
             return [=, &y_swi, &w3](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
-                barrier_arrive_expecting(full, A_BYTES + B_BYTES);
+                barrier_arrive_expecting(full, A_BYTES + panels * PANEL_BYTES);
                 tma_load(stage.a, &y_swi, full, p, tile.first);
 #pragma unroll
-                for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel)
+                for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel) {
+                    if (panel >= panels) break;
                     tma_load(stage.b + panel * PANEL_BYTES, &w3, full, tile.column + panel * PANEL, p, tile.expert);
+                }
             };
         },
         StoreRows{y, d});

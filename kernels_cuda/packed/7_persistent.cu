@@ -125,11 +125,13 @@ extern "C" __global__ void __launch_bounds__(UpRoles::BLOCK, 1)
             const GatheredRows<UpRoles::COPIERS> rows(x, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
+                const int panels = panels_of((ALTERNATING ? 2 * h : h) - tile.column, RESULTS);
                 rows.load(stage.a, p, d);
                 if (threadIdx.x == 0) {
-                    barrier_arrive_expecting(full, B_BYTES);
+                    barrier_arrive_expecting(full, panels * PANEL_BYTES);
 #pragma unroll
                     for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel) {
+                        if (panel >= panels) break;
                         const TensorMap* const map = panel % RESULTS ? &w2 : &w1;
                         const int column = tile.column + panel / RESULTS * PANEL;
                         tma_load(stage.b + panel * PANEL_BYTES, map, full, LAYOUT::TRANSPOSED ? p : column,
