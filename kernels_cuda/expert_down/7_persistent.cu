@@ -8,7 +8,7 @@
 //              cp.async, while two warpgroups multiply by wgmma and other warps store what those
 //              have finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.
-// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION. d and h are multiples of 8.
+// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; RAGGED and BAND, see hopper/. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel       grid             block  shared bytes

@@ -9,8 +9,8 @@
 //              (hopper/consumers.cuh); epilogue warps, which store a finished tile while the next one is
 //              multiplied (hopper/epilogue.cuh); and the gradients (hopper/gradients.cuh).
 // Runs on      sm_90a; SIMT executor.
-// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI. d and
-//              h are multiples of 8.
+// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI; RAGGED
+//              and BAND, see hopper/. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid             block  shared bytes

@@ -8,8 +8,8 @@
 //              neighbours lie along the depth comes in boxes along it, and wgmma reads it along K; the other one in
 //              boxes along its columns, along N. Where columns alternate, a tile is one product.
 // Runs on      sm_90a; SIMT executor.
-// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; LAYOUT; BIASED; STORE_PROJECTIONS and STORE_Y_SWI. d and h
-//              are multiples of 8.
+// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; LAYOUT; BIASED; STORE_PROJECTIONS and STORE_Y_SWI;
+//              RAGGED and BAND, see hopper/. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid             block  shared bytes

@@ -24,8 +24,9 @@ struct Extent<false> {
 };
 
 // Where a block stands in the tiles of all experts, expert after expert.
-struct RowTiles : Extent<RAGGED> {
+struct RowTiles {
     using Tile = RowTile;
+    Extent<RAGGED> extent;
     const int* expert_token_offsets;
     int E, column_tiles, width, steps;
     int number, expert = 0, first = 0;  // the next tile; its expert and that expert's first tile
@@ -36,7 +37,7 @@ struct RowTiles : Extent<RAGGED> {
     // The depths of two matrices follow one another, whole steps of each.
     __device__ __forceinline__ RowTiles(const int* expert_token_offsets, int E, int columns, int width, int depth,
                                         int of_matrix)
-        : Extent<RAGGED>{columns, of_matrix},
+        : extent{columns, of_matrix},
           expert_token_offsets(expert_token_offsets),
           E(E),
           column_tiles((columns + width - 1) / width),
@@ -51,11 +52,11 @@ struct RowTiles : Extent<RAGGED> {
     // What a tile needs if widths are RAGGED: rows, panels of B, and products of 16 of the depth in a step.
     static __device__ __forceinline__ int rows_of(const RowTile& tile) { return tile.rows; }
     __device__ __forceinline__ int panels_for(const RowTile& tile) const {
-        return panels_of(columns - tile.column, TILE_COLUMNS / width);
+        return panels_of(extent.columns - tile.column, TILE_COLUMNS / width);
     }
     __device__ __forceinline__ int products_in(const RowTile&, int step) const {
-        const int of_matrix = (depth + TILE_DEPTH - 1) / TILE_DEPTH;  // steps
-        return products_of(depth - (step < of_matrix ? step : step - of_matrix) * TILE_DEPTH);
+        const int of_matrix = (extent.depth + TILE_DEPTH - 1) / TILE_DEPTH;  // steps
+        return products_of(extent.depth - (step < of_matrix ? step : step - of_matrix) * TILE_DEPTH);
     }
 
     // The block's next tile, if there is one.
