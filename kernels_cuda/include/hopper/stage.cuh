@@ -1,7 +1,7 @@
 // One step's operands in shared memory: panels of 64 elements, in rows of 128 bytes under TMA's swizzle. sm_90a.
 //
-// Constants    Scalar, 16 bits; TILE_ROWS and TILE_COLUMNS of a tile of the result, TILE_DEPTH of a stage: 64. RAGGED, 1
-//              if the last tile or the last step may be half empty: see hopper/consumers.cuh.
+// Constants    Scalar, 16 bits; TILE_ROWS and TILE_COLUMNS of a tile of the result, TILE_DEPTH of a stage: 64.
+//              RAGGED: 1 if the last tile or step may be half empty, see hopper/consumers.cuh.
 #pragma once
 #include "chunk.cuh"
 #include "common.cuh"

@@ -91,7 +91,7 @@ __device__ __forceinline__ void wgmma_results(float (&d)[COUNT]) {
         : MOEBLAZE_D64(0), MOEBLAZE_D64(64)                                                                  \
         : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(A_ALONG_M)), "n"(int(B_ALONG_N)))
 
-// d = a b, plus d if `accumulate`: (64, 16) by (16, 64, 128 or 256), sums in float32. Thread t of the warpgroup holds rows
+// d = a b, plus d if `accumulate`: (64, 16) by (16, 64, 128 or 256), in float32. Thread t of the warpgroup holds rows
 // t / 32 * 16 + t % 32 / 4 (d[4j], d[4j + 1]) and 8 below (d[4j + 2], d[4j + 3]), columns 8 j + t % 4 * 2 and the next.
 // A_ALONG_M, B_ALONG_N: neighbours in memory are neighbours along M or N, not along K.
 template <class Element, bool A_ALONG_M, bool B_ALONG_N>
