@@ -95,19 +95,19 @@ __device__ __forceinline__ void wgmma_results(float (&d)[COUNT]) {
 // t / 32 * 16 + t % 32 / 4 (d[4j], d[4j + 1]) and 8 below (d[4j + 2], d[4j + 3]), columns 8 j + t % 4 * 2 and the next.
 // A_ALONG_M, B_ALONG_N: neighbours in memory are neighbours along M or N, not along K.
 template <class Element, bool A_ALONG_M, bool B_ALONG_N>
-__device__ __forceinline__ void wgmma_m64n64k16(float* d, unsigned long long a, unsigned long long b, bool accumulate) {
-    if constexpr (IS_BFLOAT16<Element>)
-        MOEBLAZE_WGMMA_64("bf16");
-    else
-        MOEBLAZE_WGMMA_64("f16");
-}
-template <class Element, bool A_ALONG_M, bool B_ALONG_N>
 __device__ __forceinline__ void wgmma_m64n128k16(float* d, unsigned long long a, unsigned long long b,
                                                  bool accumulate) {
     if constexpr (IS_BFLOAT16<Element>)
         MOEBLAZE_WGMMA_128("bf16");
     else
         MOEBLAZE_WGMMA_128("f16");
+}
+template <class Element, bool A_ALONG_M, bool B_ALONG_N>
+__device__ __forceinline__ void wgmma_m64n64k16(float* d, unsigned long long a, unsigned long long b, bool accumulate) {
+    if constexpr (IS_BFLOAT16<Element>)
+        MOEBLAZE_WGMMA_64("bf16");
+    else
+        MOEBLAZE_WGMMA_64("f16");
 }
 template <class Element, bool A_ALONG_M, bool B_ALONG_N>
 __device__ __forceinline__ void wgmma_m64n256k16(float* d, unsigned long long a, unsigned long long b,
