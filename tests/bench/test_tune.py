@@ -79,6 +79,16 @@ def test_what_the_table_does_not_name_gets_the_default(table, tuned, executor, v
     assert tiles.choose(executor, version, kernel, *layer) == tiles.DEFAULTS[version]
 
 
+@pytest.mark.parametrize("widths", [(8, 256), (256, 384), (1032, 1544)])
+def test_a_layer_that_hoppers_tiles_do_not_divide_gets_a_ragged_tile(widths):
+    rows, experts = LAYER[:2]
+    for executor in (OnGpu(), SimtExecutor()):
+        assert tiles.choose(executor, gemm.HOPPER, "d_w", rows, experts, *widths) == tiles.RaggedTile()
+        assert tiles.choose(executor, gemm.HOPPER, "d_w", rows, experts, 512, 1024) == tiles.HopperTile()
+        with tiles.trying(tiles.HopperTile()):
+            assert type(tiles.choose(executor, gemm.HOPPER, "d_w", rows, experts, *widths)) is tiles.HopperTile
+
+
 @pytest.mark.parametrize("version", [version for version in gemm.VERSIONS if version not in tiles.CANDIDATES])
 def test_a_version_without_a_choice_has_no_tile(table, version):
     table("{")
