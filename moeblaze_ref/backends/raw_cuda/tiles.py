@@ -205,7 +205,8 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
     Returns
     -------
     MmaTile, HopperTile, WarpgroupTile or None
-        None for a version without tile constants. A RaggedTile where Hopper's tiles do not divide d and h.
+        None for a version without tile constants. A RaggedTile where Hopper's tiles do not divide d and h; on a GPU,
+        which has not run these yet, only if a trial asks for it.
 
     Raises
     ------
@@ -216,10 +217,10 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
         return FIXED.get(version)
     if trial := _trial.get():
         return trial
-    chosen = None
-    if executor.name == "cuda":
-        chosen = _table().get((executor.capability, version, kernel, *shape_class(rows, num_experts, d, h)))
-    return _fitted(chosen or DEFAULTS[version], d, h)
+    if executor.name != "cuda":
+        return _fitted(DEFAULTS[version], d, h)
+    found = _table().get((executor.capability, version, kernel, *shape_class(rows, num_experts, d, h)))
+    return found or DEFAULTS[version]
 
 
 def _fitted(tile: Tile, d: int, h: int) -> Tile:
