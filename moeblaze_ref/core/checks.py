@@ -107,7 +107,7 @@ def check_name(kind: str, name: object, allowed: Collection[str]) -> str:
     if isinstance(name, str) and name in allowed:  # what is no string may have no hash
         return name
     lowered = {valid.lower(): valid for valid in allowed}
-    near = difflib.get_close_matches(str(name).lower(), lowered, n=1)
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.5)
     hint = f" Did you mean {lowered[near[0]]!r}?" if near else ""
     raise ValueError(f"unknown {kind} {name!r}.{hint} Valid: {', '.join(allowed)}")
 
