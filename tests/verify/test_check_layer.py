@@ -420,7 +420,7 @@ def made(**changes):
     return factory
 
 
-WITH_A_ROUTER = {"gate_up": torch.zeros(8, 256, 128), "down": torch.zeros(8, 128, 128), "r": torch.zeros(128, 8)}
+WITH_A_ROUTER = {"gate_up": torch.zeros(8, 512, 128), "down": torch.zeros(8, 128, 256), "r": torch.zeros(128, 8)}
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ WITH_A_ROUTER = {"gate_up": torch.zeros(8, 256, 128), "down": torch.zeros(8, 128
         ({"weights": {"gate_up": "gate_up: E 2h d"}}, "weights lacks a layout of down, which the layer trains"),
         (
             {"weights": plain.LAYOUTS | {"gate_up": "gate_up: E d 2h"}},
-            "gate_up has shape (8, 256, 128), but (E d 2h) with L = 8, d = 128, h = 128, E = 8, k = 2 is (8, 128, 256)",
+            "gate_up has shape (8, 512, 128), but (E d 2h) with L = 8, d = 128, h = 256, E = 8, k = 2 is (8, 128, 512)",
         ),
         ({"weights": {"up": "gate_up: E 2h d"}}, "weights names 'up', but the layer has gate_up, down"),
         ({"activation": "swish"}, "activation is 'swish', but it must be one of swiglu, geglu"),
