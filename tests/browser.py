@@ -225,7 +225,7 @@ def asking_kernel(folder: Path) -> Iterator[Callable[[str], Any]]:
         client.stop_channels()
 
 
-def drive(explorer: Locator, number: int, ask: Callable[[str], Any], states: int, hangs: int = HANGS) -> None:
+def drive(explorer: Locator, number: int, ask: Callable[[str], Any], states: int) -> None:
     """Move the controls of the ``explore`` of this number until so many other pictures or messages have been seen.
 
     Raises
@@ -235,7 +235,7 @@ def drive(explorer: Locator, number: int, ask: Callable[[str], Any], states: int
         neither picture nor message: of one move, both states may look the same.
     """
     chance = random.Random(number)
-    seen = _wait_for(explorer, number, ask, None, hangs)
+    seen = _wait_for(explorer, number, ask, None)
     others = turn = 0
     while others < states:
         free = explorer.locator(".jupyter-button").filter(has_not_text=re.compile(r"\d")).all()
@@ -244,7 +244,7 @@ def drive(explorer: Locator, number: int, ask: Callable[[str], Any], states: int
         else:
             moving = explorer.locator(".noUi-handle, select:has(option:nth-child(2))").all()
             move(moving[turn % len(moving)])
-        before, seen = seen, _wait_for(explorer, number, ask, seen, hangs)
+        before, seen = seen, _wait_for(explorer, number, ask, seen)
         others += any(seen[part] != before[part] for part in ("picture", "message"))
         assert 2 * others >= turn, f"no other picture after controls were moved to {seen['controls']}"
         turn += 1
@@ -272,27 +272,26 @@ def play(buttons: Locator, explorer: Locator, number: int, ask: Callable[[str], 
     start_or_stop.click()
     expect(explorer.locator(".widget-readout")).not_to_have_text(seen["controls"][-1])
     start_or_stop.click()
-    _wait_for(explorer, number, ask, seen, HANGS)
+    _wait_for(explorer, number, ask, seen)
 
 
-def _wait_for(explorer: Locator, number: int, ask: Callable[[str], Any], before: Any, hangs: int) -> Any:
+def _wait_for(explorer: Locator, number: int, ask: Callable[[str], Any], before: Any) -> Any:
     """What is seen of an ``explore`` once its controls are not as before, if it is the state that the kernel has.
 
-    The kernel draws for the controls in a thread of its own: beside it nothing else is drawn.
+    The kernel draws for the controls in a thread of its own, and the state is drawn too: never both at once.
     """
-    ends = time.monotonic() + hangs / 1000
-    while True:
+    ends = time.monotonic() + HANGS / 1000
+    right = None
+    while time.monotonic() < ends:
         seen = explorer.evaluate(SEEN)
         moved = before is None or seen["controls"] != before["controls"]
-        late = time.monotonic() > ends
-        if late or moved and ask(f"is_shown({number})"):
+        if moved and ask(f"is_shown({number})"):
             right = ask(f"explorer_state({number})")
-            if seen == right and moved:
+            if seen == right:
                 return seen
-        if late:
-            break
         time.sleep(POLLS / 1000)
     assert moved, f"no control moved from {seen['controls']}"
+    assert right is not None, f"the kernel shows nothing for {seen['controls']}"
     assert seen["controls"] == right["controls"], f"{seen['controls']} is shown, but the kernel has {right['controls']}"
     assert seen["message"] == right["message"]
     assert seen["alt"] == right["alt"]

@@ -11,7 +11,7 @@ from moeblaze_ref.course import notebook  # noqa: E402
 from moeblaze_ref.course.notebook import controls  # noqa: E402
 
 _explorers: list[Any] = []
-_shown: dict[int, list[str]] = {}  # the texts of an explorer's controls when its picture was drawn
+_shown: dict[int, list[str]] = {}  # the texts of an explorer's controls when its picture was drawn, or failed
 _drawing: list[tuple[int, list[str]]] = []
 _explore, _display = controls.explore, controls.display
 
@@ -21,8 +21,14 @@ def _kept(picture, beside=False, **widgets):
     _explorers.append((picture, widgets))
 
     def noted(**values):
-        _drawing[:] = [(number, _control_texts(number))]  # in place of a picture that failed
-        return picture(**values)
+        _drawing[:] = [(number, _control_texts(number))]
+        try:
+            return picture(**values)
+        except ValueError:
+            raise  # its message is displayed
+        except Exception:
+            _shown.update(_drawing)
+            raise
 
     return _explore(noted, beside, **widgets)
 

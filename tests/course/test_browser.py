@@ -112,7 +112,7 @@ def test_sliders_that_move_no_picture_and_a_cell_that_raises_are_seen(tmp_path):
             browser.drive(explorers[1], 1, ask, 1)
             for number, message in ((0, "no other picture"), (2, "KeyError")):
                 with pytest.raises(AssertionError, match=message):
-                    browser.drive(explorers[number], number, ask, 1, hangs=5_000)
+                    browser.drive(explorers[number], number, ask, 1)
         with pytest.raises(AssertionError, match="KeyError"):
             browser.check_outputs(page, cells=6, pictures=3)
 
