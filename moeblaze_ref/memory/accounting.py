@@ -645,7 +645,10 @@ def _moeblaze(s: _Case) -> _Draft:
 
 
 def _router_before_kernels(s):
-    """x and its routing. Kernels compute a plain softmax; torch computes others, and the experts' node saves gates."""
+    """x and its routing. Kernels compute a plain softmax; torch computes others, and the experts' node saves gates.
+
+    The probabilities are those of versions that store them; `raw_cuda.gating` keeps them in registers by default.
+    """
     if s.router.plain:
         return _routed_input(s, probs_until="gates")
     x = Tensor("x", (s.L, s.d), s.dtype)
