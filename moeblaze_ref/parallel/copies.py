@@ -66,7 +66,7 @@ class Holders(nn.Module):
 
     held: Tensor  # (E, G) bool
     owners: Tensor  # (E,) int32: each expert's first rank
-    here: Tensor  # (G * E,) int32: the place of each copy on this rank, or EMPTY
+    here: Tensor  # (G * E + 1,) int32: the place of each copy on this rank, or EMPTY; the last is that of EMPTY itself
 
     def __init__(self, held: np.ndarray, num_nodes: int, rank: int, device: torch.device | None = None):
         super().__init__()
@@ -74,7 +74,8 @@ class Holders(nn.Module):
         self.any_copied = bool((held.sum(axis=1) > 1).any())
         here = np.full((G, self.E), EMPTY, np.int32)
         here[rank, held[:, rank]] = np.arange(held[:, rank].sum())
-        for name, array in {"held": held, "owners": held.argmax(axis=1).astype(np.int32), "here": here.ravel()}.items():
+        owners, places = held.argmax(axis=1).astype(np.int32), np.append(here, np.int32(EMPTY))
+        for name, array in {"held": held, "owners": owners, "here": places}.items():
             self.register_buffer(name, torch.from_numpy(array.copy()).to(device), persistent=False)
 
     def homes(self, topk_experts: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ class Holders(nn.Module):
         return homes * self.E + topk_experts
 
     def places(self, numbers: Tensor) -> Tensor:
-        """The place on this rank of each copy, int32, from its number; ``EMPTY`` of a copy that is elsewhere."""
+        """The place on this rank of each copy, int32, from its number; ``EMPTY`` if it is elsewhere, or none."""
         return self.here[numbers.long()]
 
 

@@ -3,7 +3,7 @@
 A token's row travels once to every rank that has one of its experts, with its choice of experts and its gates; the rank
 runs those that it has, by the stages of the single-device layer, and sends one row back: their weighted sum. Which rows
 go to which rank is a dispatch whose experts are the ranks. A slot without a row, since its expert is elsewhere or its
-rank has the row already, is ``EMPTY`` (`raw_cuda.dispatch.build_part`). Nothing is padded.
+rank has the row already, is ``EMPTY`` (`raw_cuda.dispatch.build_part`). Rows are padded if the layer has a capacity.
 
 Sources: GShard (arXiv 2006.16668), section 3.1, for all-to-all between ranks that share a layer's experts; MoETuner
 (arXiv 2502.06643) for maps of experts to ranks, different from layer to layer; MoEBlaze (arXiv 2601.05296), section 4,
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
-from moeblaze_ref.backends.raw_cuda.dispatch import build_part
+from moeblaze_ref.backends.raw_cuda.dispatch import build_open, build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
-from moeblaze_ref.core.structures import Array
+from moeblaze_ref.core.structures import EMPTY, Array, Dispatch
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_layer import DTYPES, KernelMoE
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
 from moeblaze_ref.parallel.batch import BatchGating
+from moeblaze_ref.parallel.capacity import Capacity
 from moeblaze_ref.parallel.copies import Holders, SharedExperts
 from moeblaze_ref.parallel.ranks import RankGroup, Ranks
 from moeblaze_ref.parallel.state import keep_by_expert
@@ -54,6 +55,9 @@ class ExpertParallelMoE(KernelMoE):
         Which layer of the placement this is.
     ranks : RankGroup, optional
         Default: `Ranks` of all of ``torch.distributed``.
+    capacity : Capacity, optional
+        Room for the rows, such as `parallel.capacity.capacity_of` takes it from a trace. The host then never waits in a
+        step. Default: the host learns in each forward how many rows come.
 
     Attributes
     ----------
@@ -61,6 +65,11 @@ class ExpertParallelMoE(KernelMoE):
         Those of this rank.
     executor : str or None
         As in `MoELayer`.
+    capacity : Capacity or None
+        May be changed, on all ranks alike.
+    overflowed : Tensor () bool
+        A forward on this rank had too little room, since it was last set to False. The output of such a forward is NaN,
+        on each rank whose tokens lack a row: `parallel.overflow.repeat_on_overflow` runs the step again.
 
     Raises
     ------
@@ -85,12 +94,14 @@ class ExpertParallelMoE(KernelMoE):
     ``state_dict`` has this rank's experts under their ids, and ``load_state_dict`` takes them so: see
     `parallel.state`.
 
-    All ranks make the same calls, forward and backward, and want the same gradients. The host waits for the device once
-    a forward: it must know how many rows come. What a rank keeps for the backward is what `MoELayer` keeps for as many
-    tokens as came, their rows too. Partial sums travel in the dtype of x.
+    All ranks make the same calls, forward and backward, and want the same gradients. Without a capacity the host waits
+    for the device once a forward: it must know how many rows come. What a rank keeps for the backward is what
+    `MoELayer` keeps for as many tokens as came, their rows too; with a capacity, for as many as there is room for.
+    Partial sums travel in the dtype of x.
     """
 
-    has_launch_plans = False  # each forward waits for the host, and ranks exchange rows between the launches
+    has_launch_plans = False  # ranks exchange rows between the launches
+    overflowed: Tensor
 
     def __init__(
         self,
@@ -106,6 +117,7 @@ class ExpertParallelMoE(KernelMoE):
         ranks: RankGroup | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        capacity: Capacity | None = None,
     ):
         ranks = ranks or Ranks()
         checks.check_type("placement", placement, Placement, Copies)
@@ -117,12 +129,15 @@ class ExpertParallelMoE(KernelMoE):
         super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted=len(experts))
         self.policy = checks.check_name("policy", policy, POLICIES)
         self.ranks, self.experts = ranks, experts
+        self.capacity = None if capacity is None else capacity.check()
+        self.register_buffer("overflowed", torch.zeros((), dtype=torch.bool, device=self.wg.device), persistent=False)
         copies = placement if isinstance(placement, Copies) else Copies.of(placement)
         held, device = copies.held[layer], self.wg.device
         self.holders = Holders(held, copies.num_nodes, ranks.rank, device)
         self.shared = SharedExperts(ranks, held, device) if self.holders.any_copied else None
         mine = {"d": d, "h": h, "E": E, "k": k, "activation": activation, "renormalize": renormalize}
-        _check_alike(ranks, mine | {"dtype": self.wg.dtype}, _digest(held, copies.num_nodes, layer), device)
+        mine |= {"dtype": self.wg.dtype, "capacity.rows": 0 if capacity is None else capacity.rows}
+        _check_alike(ranks, mine, _digest(held, copies.num_nodes, layer), device)
         self._agree()
         keep_by_expert(self)
 
@@ -146,7 +161,17 @@ class ExpertParallelMoE(KernelMoE):
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
         policy = self.policy if has_backward(x, weights) else "inputs"
-        return _OverRanks(self.k, self.activation, policy, self.renormalize, self.ranks, self.holders, self.shared)
+        return _OverRanks(
+            self.k,
+            self.activation,
+            policy,
+            self.renormalize,
+            self.ranks,
+            self.holders,
+            self.shared,
+            self.capacity,
+            self.overflowed,
+        )
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
@@ -191,6 +216,8 @@ class _OverRanks(NamedTuple):
     ranks: RankGroup
     holders: Holders
     shared: SharedExperts | None
+    capacity: Capacity | None
+    overflowed: Tensor
 
     def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
         stages = raw_layer.stages_for(x, weights, bridge.executor)
@@ -199,10 +226,13 @@ class _OverRanks(NamedTuple):
         chosen, gates, *losses = bridge.tensors(choice)
         balance, z = self.ranks.total(torch.stack(losses) * batch.part).unbind()
         homes = self.holders.homes(chosen)
-        trip = Trip.planned(self.ranks, stages, bridge, homes)
+        way = self.ranks, stages, bridge, homes
+        trip, overflowed = (Trip.planned(*way), None) if self.capacity is None else Trip.within(*way, self.capacity)
         numbers = self.holders.numbers(chosen, homes)
         sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), numbers, gates, weights, self)
         out = trip.back(sums)
+        if overflowed is not None:
+            self.note(overflowed, out)
         saved = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
         return Forward(out, balance, z, chosen, saved, trip.counts)
 
@@ -234,6 +264,11 @@ class _OverRanks(NamedTuple):
             d_wg = self.ranks.total(d_wg.float()).to(d_wg.dtype)
         return *bridge.arrays([d_x, d_wg]), *self._over_holders(bridge, experts[2:5])
 
+    def note(self, overflowed: Tensor, rows: Tensor):
+        """Note on the device that there was too little room, and make NaN of rows that would be wrong."""
+        rows.masked_fill_(overflowed, torch.nan)
+        self.overflowed.logical_or_(overflowed)
+
     def _over_holders(self, bridge, d_weights):
         """Sum the gradients of the experts with copies over the ranks that hold them."""
         if self.shared is None:
@@ -245,12 +280,23 @@ def _visit(trip, stages, bridge, x, numbers, gates, weights, system):
     """The weighted sums of the rows that came here, in their order, and what is saved of them, by name."""
     k, num_experts = system.k, weights.w1.shape[0]
     rows = trip.there(x)
-    slots = trip.there(torch.cat([numbers, gates.view(torch.int32)], dim=1))  # 2k words of a row
+    slots = trip.there(torch.cat([numbers, gates.view(torch.int32)], dim=1), EMPTY)  # 2k words of a row
     here = system.holders.places(slots[:, :k])  # (rows, k)
     gates = slots[:, k:].contiguous().view(torch.float32)
-    dispatch = build_part.unchecked(bridge.array(here), num_experts, trip.counts.choices, bridge.executor)
+    overflowed = None if system.capacity is None else (here != EMPTY).sum() > trip.counts.choices
+    dispatch = _dispatch(bridge, here, num_experts, trip.counts.choices, overflowed)
     sums, intermediates = layer.run_experts(
         stages, bridge.array(rows), weights, dispatch, bridge.array(gates), system.activation, system.policy
     )
-    made = bridge.by_name(dispatch.arrays() | intermediates)
-    return bridge.tensor(sums), {"rows": rows, "gates": gates, **made}
+    sums, made = bridge.tensor(sums), bridge.by_name(dispatch.arrays() | intermediates)
+    if overflowed is not None:
+        system.note(overflowed, sums)
+    return sums, {"rows": rows, "gates": gates, **made}
+
+
+def _dispatch(bridge: Bridge, here: Tensor, num_experts: int, choices: int, overflowed: Tensor | None) -> Dispatch:
+    """The dispatch to the experts of this rank, of so many choices; with a capacity of at most as many, or of none."""
+    if overflowed is None:
+        return build_part.unchecked(bridge.array(here), num_experts, choices, bridge.executor)
+    here = here.masked_fill(overflowed, EMPTY)
+    return build_open(bridge.array(here), num_experts, bridge.executor, choices if num_experts else 0)

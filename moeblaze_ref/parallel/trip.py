@@ -1,20 +1,23 @@
 """Send a batch's tokens to the ranks of their experts and back: a dispatch with ranks in place of experts."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from moeblaze_ref.backends.raw_cuda.dispatch import build_part
+from moeblaze_ref.backends.raw_cuda.dispatch import build_open, build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Array, Dispatch
+from moeblaze_ref.parallel.capacity import Capacity
 from moeblaze_ref.parallel.ranks import RankGroup
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems.layer import Stages
 
 
 class Counts(NamedTuple):
-    """Row counts of a trip, on the host."""
+    """Row counts of a trip, on the host; with a capacity, the room for them."""
 
     sent: list[int]  #: rows to each rank
     received: list[int]  #: rows from each rank
@@ -26,12 +29,20 @@ class Trip:
 
     ``copies`` is a partial dispatch of L tokens over the ranks, of tensors: slot (token, j) has a row if its expert is
     on a rank that no earlier slot of the token is for. The stages are of this rank's device, ``bridge`` is the way to
-    it.
+    it. ``real`` says which rows are of a token, if not all are.
     """
 
-    def __init__(self, ranks: RankGroup, stages: Stages, bridge: Bridge, copies: Dispatch, counts: Counts):
+    def __init__(
+        self,
+        ranks: RankGroup,
+        stages: Stages,
+        bridge: Bridge,
+        copies: Dispatch,
+        counts: Counts,
+        real: Tensor | None = None,
+    ):
         self._ranks, self._combine, self._bridge = ranks, stages.combine, bridge
-        self._copies, self.counts = copies, counts
+        self._copies, self.counts, self._real = copies, counts, real
 
     @classmethod
     def planned(cls, ranks: RankGroup, stages: Stages, bridge: Bridge, homes: Tensor) -> "Trip":
@@ -56,6 +67,49 @@ class Trip:
         return cls(ranks, stages, bridge, dispatch.map(bridge.tensor), counts)
 
     @classmethod
+    def within(
+        cls, ranks: RankGroup, stages: Stages, bridge: Bridge, homes: Tensor, capacity: Capacity
+    ) -> tuple["Trip", Tensor]:
+        """The trip with the same number of rows to every rank; the host does not wait.
+
+        Parameters
+        ----------
+        ranks, stages, bridge, homes
+            As in `planned`.
+        capacity : Capacity
+
+        Returns
+        -------
+        trip : Trip
+        overflowed : Tensor () bool
+            More rows would have gone to a rank than there is room for. Then none goes to any.
+
+        Raises
+        ------
+        ValueError
+            If the room is for more rows than the index structures take.
+        """
+        G, rows = ranks.size, capacity.rows
+        checks.check_routed_rows(G * rows, homes.shape[1])
+        found = build_open(bridge.array(first_slots(homes)), G, bridge.executor).map(bridge.tensor)
+        starts, lengths = found.expert_token_offsets[:-1], found.expert_token_offsets.diff()  # (G,)
+        overflowed = (lengths > rows).any()
+        room = torch.arange(rows, device=homes.device)
+        real = (room < lengths[:, None]) & ~overflowed  # (G, rows)
+        tokens = pad(found.expert_token_indices, (0, 1))  # one at least, to look at
+        at = (starts[:, None] + room).clamp(max=len(tokens) - 1)
+        rank = found.token_expert_indices.long()  # (L * k,)
+        moved = found.token_index_map - starts[rank] + rank.int() * rows
+        copies = replace(
+            found,
+            expert_token_indices=tokens[at].masked_fill(~real, 0).flatten(),
+            expert_token_offsets=rows * torch.arange(G + 1, dtype=torch.int32, device=homes.device),
+            token_index_map=moved.masked_fill((found.token_index_map == EMPTY) | overflowed, EMPTY),
+        )
+        counts = Counts([rows] * G, [rows] * G, capacity.choices)
+        return cls(ranks, stages, bridge, copies, counts, real.flatten()), overflowed
+
+    @classmethod
     def again(
         cls, ranks: RankGroup, stages: Stages, bridge: Bridge, arrays: dict[str, Array], k: int, counts: Counts
     ) -> "Trip":
@@ -67,10 +121,17 @@ class Trip:
         """Return the trip's tensors to save for backward, by name."""
         return {_kept(name): tensor for name, tensor in self._copies.arrays().items()}
 
-    def there(self, rows: Tensor) -> Tensor:
-        """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank."""
+    def there(self, rows: Tensor, absent: int | None = None) -> Tensor:
+        """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank.
+
+        A row that is of no token is all ``absent``, if that is given.
+        """
         sent, received, _ = self.counts
-        return self._ranks.exchange(rows[self._copies.expert_token_indices], sent, received)
+        rows = rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])  # what rows of no token are taken from
+        picked = rows[self._copies.expert_token_indices]
+        if self._real is not None and absent is not None:
+            picked.masked_fill_(~self._real[:, None], absent)
+        return self._ranks.exchange(picked, sent, received)
 
     def back(self, rows: Tensor) -> Tensor:
         """Rows, one for each that came, to their tokens' rank: the sum (L, n) of what came back of each token."""

@@ -8,6 +8,7 @@ from test_parallel_copies import CopiesCase, assert_holders_have_the_same_bits
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.parallel.capacity import Capacity
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
@@ -37,6 +38,34 @@ def test_all_is_as_on_one_gpu():
         of_ranks = [each[case.name] for each in found]
         assert_as_on_one_device(case, of_ranks, "cuda")
         assert_holders_have_the_same_bits(of_ranks)
+
+
+def without_a_wait(case):
+    """The outcome of a case with room for all rows, whose second step may not wait for the device, and without."""
+    rows = max(case.tokens)
+    room = Capacity(rows, rows * GPUS * case.k)
+    found = []
+    for capacity in (None, room):
+        sizes = {**case.sizes, "capacity": capacity}
+        layer = ExpertParallelMoE(placement=case.placement(), layer=1, ranks=Ranks(), device="cuda", **sizes)
+        layer.take(case.whole("cuda"))
+        inputs = [None if each is None else each.split(case.tokens)[layer.ranks.rank] for each in case.inputs("cuda")]
+        outcome(layer, *inputs)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("default" if capacity is None else "error")
+        try:
+            result = outcome(layer, *inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append({name: tensor.cpu() for name, tensor in result.items()})
+    return found
+
+
+def test_with_a_capacity_the_host_does_not_wait_and_the_bits_are_the_same():
+    for case in CASES[0], next(case for case in CASES if case.name == "copies"):
+        for exact, found in run(without_a_wait, GPUS, case, backend="nccl"):
+            for name, expected in exact.items():
+                assert torch.equal(found[name], expected), (case.name, name)
 
 
 def step_until_killed():

@@ -173,8 +173,10 @@ def instead(of, name, fault):
 
 
 FAULTS = {
-    "rows of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, neighbours(rows))),
-    "gates of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, neighbours_gates(rows))),
+    "rows of the neighbours": instead(Trip, "there", lambda right, self, rows, *no: right(self, neighbours(rows), *no)),
+    "gates of the neighbours": instead(
+        Trip, "there", lambda right, self, rows, *no: right(self, neighbours_gates(rows), *no)
+    ),
     "nothing comes back": instead(Trip, "back", lambda right, self, rows: right(self, rows).zero_()),
     "experts of the neighbours": instead(ExpertParallelMoE, "take", lambda right, it, whole: right(it, rolled(whole))),
     "nothing is summed": instead(ThreadRanks, "total", lambda right, self, tensor: tensor),

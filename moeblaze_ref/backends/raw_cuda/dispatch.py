@@ -103,13 +103,15 @@ def build_part(topk_experts: Array, num_experts: int, num_routed: int, executor:
     return _build(executor or executor_for(topk_experts), DEFAULT_VERSION, topk_experts, num_experts, num_routed)
 
 
-def build_open(topk_experts: Array, num_experts: int, executor: Executor) -> Dispatch:
-    """The structures where some ids are ``EMPTY``, the device alone knows how many: they have room for all rows.
+def build_open(topk_experts: Array, num_experts: int, executor: Executor, room: int | None = None) -> Dispatch:
+    """The structures where some ids are ``EMPTY``, the device alone knows how many.
 
-    Rows beyond the last expert's are in no group. Their tokens are 0, so that a gather of all rows finds one.
+    They have ``room`` for so many rows, by default for all; more there must not be. Rows beyond the last expert's are
+    in no group. Their tokens are 0, so that a gather of all rows finds one.
     """
     L, k = topk_experts.shape
-    return _build(executor, DEFAULT_VERSION, topk_experts, num_experts, L * k, rows=partial(executor.full, value=0))
+    rows = L * k if room is None else room
+    return _build(executor, DEFAULT_VERSION, topk_experts, num_experts, rows, rows=partial(executor.full, value=0))
 
 
 def _build(
