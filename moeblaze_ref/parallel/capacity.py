@@ -22,16 +22,14 @@ class Capacity(NamedTuple):
     rows: int  #: that a rank sends to each rank; the same on all ranks
     choices: int  #: of experts of one rank, by all rows that come
 
-    def check(self) -> "Capacity":
-        """Return it, if both numbers are whole and at least 1.
 
-        Raises
-        ------
-        TypeError, ValueError
-        """
-        for name, value in self._asdict().items():
+def check_capacity(capacity: Capacity | None) -> Capacity | None:
+    """Return it, if it is None or both numbers are whole and at least 1; otherwise a TypeError or ValueError says so."""
+    if capacity is not None:
+        checks.check_type("capacity", capacity, Capacity)
+        for name, value in capacity._asdict().items():
             checks.check_int(f"capacity.{name}", value, 1)
-        return self
+    return capacity
 
 
 def capacity_of(

@@ -26,7 +26,7 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_layer import DTYPES, KernelMoE
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
 from moeblaze_ref.parallel.batch import BatchGating
-from moeblaze_ref.parallel.capacity import Capacity
+from moeblaze_ref.parallel.capacity import Capacity, check_capacity
 from moeblaze_ref.parallel.copies import Holders, SharedExperts
 from moeblaze_ref.parallel.ranks import RankGroup, Ranks
 from moeblaze_ref.parallel.state import keep_by_expert
@@ -129,7 +129,7 @@ class ExpertParallelMoE(KernelMoE):
         super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted=len(experts))
         self.policy = checks.check_name("policy", policy, POLICIES)
         self.ranks, self.experts = ranks, experts
-        self.capacity = None if capacity is None else capacity.check()
+        self.capacity = check_capacity(capacity)
         self.register_buffer("overflowed", torch.zeros((), dtype=torch.bool, device=self.wg.device), persistent=False)
         copies = placement if isinstance(placement, Copies) else Copies.of(placement)
         held, device = copies.held[layer], self.wg.device

@@ -304,6 +304,7 @@ def test_what_is_no_trace_of_the_map_is_refused(changed, error, says):
         (Capacity(5, 0), ValueError, "capacity.choices is 0, but it must be >= 1"),
         (Capacity(2.5, 5), TypeError, "capacity.rows is 2.5"),
         (Capacity(2**31, 5), ValueError, "rows"),
+        ((9, 9), TypeError, "capacity is a tuple, but it must be a Capacity"),
     ],
 )
 def test_a_capacity_that_is_none_is_refused(capacity, error, says):
