@@ -24,7 +24,7 @@ class Capacity(NamedTuple):
 
 
 def check_capacity(capacity: Capacity | None) -> Capacity | None:
-    """Return it, if it is None or both numbers are whole and at least 1; otherwise a TypeError or ValueError says so."""
+    """Return it, if it is None or both numbers are whole and at least 1; else a TypeError or ValueError says so."""
     if capacity is not None:
         checks.check_type("capacity", capacity, Capacity)
         for name, value in capacity._asdict().items():
