@@ -91,23 +91,10 @@ class Trip:
         """
         G, rows = ranks.size, capacity.rows
         checks.check_routed_rows(G * rows, homes.shape[1])
-        found = build_open(bridge.array(first_slots(homes)), G, bridge.executor).map(bridge.tensor)
-        starts, lengths = found.expert_token_offsets[:-1], found.expert_token_offsets.diff()  # (G,)
-        overflowed = (lengths > rows).any()
-        room = torch.arange(rows, device=homes.device)
-        real = (room < lengths[:, None]) & ~overflowed  # (G, rows)
-        tokens = pad(found.expert_token_indices, (0, 1))  # one at least, to look at
-        at = (starts[:, None] + room).clamp(max=len(tokens) - 1)
-        rank = found.token_expert_indices.long()  # (L * k,)
-        moved = found.token_index_map - starts[rank] + rank.int() * rows
-        copies = replace(
-            found,
-            expert_token_indices=tokens[at].masked_fill(~real, 0).flatten(),
-            expert_token_offsets=rows * torch.arange(G + 1, dtype=torch.int32, device=homes.device),
-            token_index_map=moved.masked_fill((found.token_index_map == EMPTY) | overflowed, EMPTY),
-        )
+        found = build_open(bridge.array(first_slots(homes)), G, bridge.executor)
+        copies, real, overflowed = _padded(found.map(bridge.tensor), rows)
         counts = Counts([rows] * G, [rows] * G, capacity.choices)
-        return cls(ranks, stages, bridge, copies, counts, real.flatten()), overflowed
+        return cls(ranks, stages, bridge, copies, counts, real), overflowed
 
     @classmethod
     def again(
@@ -150,6 +137,28 @@ def first_slots(homes: Tensor) -> Tensor:
     """The ranks (L, k) of tokens' experts, but ``EMPTY`` where an earlier slot of the token is for the same rank."""
     earlier = (homes[:, :, None] == homes[:, None, :]).tril(-1).any(dim=-1)
     return homes.masked_fill(earlier, EMPTY)
+
+
+def _padded(found: Dispatch, rows: int) -> tuple[Dispatch, Tensor, Tensor]:
+    """A dispatch with so many rows for each of G ranks, which of them (G * rows,) are of a token, and if more were due.
+
+    If more were due, none is of a token.
+    """
+    starts, lengths = found.expert_token_offsets[:-1], found.expert_token_offsets.diff()  # (G,)
+    overflowed = (lengths > rows).any()
+    room = torch.arange(rows, device=starts.device)
+    real = (room < lengths[:, None]) & ~overflowed  # (G, rows)
+    tokens = pad(found.expert_token_indices, (0, 1))  # one at least, to look at
+    at = (starts[:, None] + room).clamp(max=len(tokens) - 1)
+    rank = found.token_expert_indices.long()  # (L * k,)
+    moved = found.token_index_map - starts[rank] + rank.int() * rows
+    copies = replace(
+        found,
+        expert_token_indices=tokens[at].masked_fill(~real, 0).flatten(),
+        expert_token_offsets=rows * torch.arange(len(starts) + 1, dtype=torch.int32, device=starts.device),
+        token_index_map=moved.masked_fill((found.token_index_map == EMPTY) | overflowed, EMPTY),
+    )
+    return copies, real.flatten(), overflowed
 
 
 def _counts(ranks: RankGroup, copies: Tensor, homes: Tensor) -> Counts:
