@@ -82,7 +82,7 @@ class Trip:
         -------
         trip : Trip
         overflowed : Tensor () bool
-            More rows would have gone to a rank than there is room for. Then none goes to any.
+            More rows were due to a rank than there is room for. Then what comes back reaches no token.
 
         Raises
         ------
@@ -142,12 +142,12 @@ def first_slots(homes: Tensor) -> Tensor:
 def _padded(found: Dispatch, rows: int) -> tuple[Dispatch, Tensor, Tensor]:
     """A dispatch with so many rows for each of G ranks, which of them (G * rows,) are of a token, and if more were due.
 
-    If more were due, none is of a token.
+    If more were due, no slot has a row: what comes back has no place for them.
     """
     starts, lengths = found.expert_token_offsets[:-1], found.expert_token_offsets.diff()  # (G,)
     overflowed = (lengths > rows).any()
     room = torch.arange(rows, device=starts.device)
-    real = (room < lengths[:, None]) & ~overflowed  # (G, rows)
+    real = room < lengths[:, None]  # (G, rows)
     tokens = pad(found.expert_token_indices, (0, 1))  # one at least, to look at
     at = (starts[:, None] + room).clamp(max=len(tokens) - 1)
     rank = found.token_expert_indices.long()  # (L * k,)

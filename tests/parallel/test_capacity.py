@@ -8,9 +8,13 @@ from test_parallel import CASES, Case, outcome
 from test_parallel_copies import CASES as COPIES_CASES
 from torch import nn
 
+from moeblaze_ref.backends.raw_cuda.dispatch import build_open
+from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.nn import torch_node
+from moeblaze_ref.parallel import layer as layer_module
 from moeblaze_ref.parallel import local, threads
+from moeblaze_ref.parallel import trip as trip_module
 from moeblaze_ref.parallel.capacity import Capacity, capacity_of
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.overflow import repeat_on_overflow
@@ -102,6 +106,29 @@ def test_with_one_place_too_few_the_rows_that_lack_are_nan_and_noted(lacks):
         assert torch.equal(each["out"][right], expected["out"][right])
 
 
+@pytest.mark.parametrize("lacks", ["rows", "choices"])
+def test_what_lacks_room_is_written_and_read_nowhere(monkeypatch, lacks):
+    """No index leads beyond the rows, and no more choices are placed than there is room for."""
+    room = least_room(4, FOUR)._replace(**{lacks: 1})
+    fits, inside = [], []
+
+    def built(topk_experts, num_experts, executor, room=None):
+        fits.append((np.asarray(topk_experts) != EMPTY).sum() <= (topk_experts.size if room is None else room))
+        return build_open(topk_experts, num_experts, executor, room)
+
+    def back(trip, rows, right=Trip.back):
+        inside.append(bool((trip._copies.token_index_map < sum(trip.counts.sent)).all()))
+        return right(trip, rows)
+
+    for module in (layer_module, trip_module):
+        monkeypatch.setattr(module, "build_open", built)
+    monkeypatch.setattr(Trip, "back", back)
+    found = threads.run(on_a_rank, 4, FOUR, room)
+    assert any(overflowed for _, overflowed in found)
+    assert len(fits) == 8 and all(fits)
+    assert len(inside) == 12 and all(inside)  # the output, d_x and d_gates
+
+
 class Model(nn.Module):
     """Two layers, one after the other."""
 
@@ -150,7 +177,8 @@ def repeated_twice(ranks, case, capacities):
     """The runs of a step after one that overflowed and whose flag nobody looked at."""
     model = Model(ranks, case, capacities)
     model.step()
-    model.layers[0].capacity = None
+    assert model.layers[0].overflowed
+    model.layers[0].capacity = model.layers[1].capacity
     repeat_on_overflow(model, model.step)
     return model.runs
 
