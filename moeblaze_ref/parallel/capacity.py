@@ -1,35 +1,18 @@
-"""Room for rows that is known beforehand, so that the host need not learn how many come.
+"""Room for rows from a trace, so that the host need not learn how many come.
 
 Without a capacity the host waits in each forward for the numbers of rows. With one, every rank sends the same number of
 rows to every rank; rows without a token have no expert. Where a batch needs more room, `overflow` runs it again.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
+from moeblaze_ref.parallel.trip import Capacity
 from moeblaze_ref.placement.copies import choose, sources
 from moeblaze_ref.placement.maps import Copies, Placement
 
 MARGIN = 0.5  # above the fullest batch: with 0.25, some steps of held-out halves of gpt-oss-20b's trace overflow
-
-
-class Capacity(NamedTuple):
-    """The room of a layer over several ranks."""
-
-    rows: int  #: that a rank sends to each rank; the same on all ranks
-    choices: int  #: of experts of one rank, by all rows that come
-
-
-def check_capacity(capacity: Capacity | None) -> Capacity | None:
-    """Return it, if it is None or both numbers are whole and at least 1; else a TypeError or ValueError says so."""
-    if capacity is not None:
-        checks.check_type("capacity", capacity, Capacity)
-        for name, value in capacity._asdict().items():
-            checks.check_int(f"capacity.{name}", value, 1)
-    return capacity
 
 
 def capacity_of(

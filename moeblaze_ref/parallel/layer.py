@@ -26,11 +26,10 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_layer import DTYPES, KernelMoE
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
 from moeblaze_ref.parallel.batch import BatchGating
-from moeblaze_ref.parallel.capacity import Capacity, check_capacity
 from moeblaze_ref.parallel.copies import Holders, SharedExperts
 from moeblaze_ref.parallel.ranks import RankGroup, Ranks
 from moeblaze_ref.parallel.state import keep_by_expert
-from moeblaze_ref.parallel.trip import Trip
+from moeblaze_ref.parallel.trip import Capacity, Trip, check_capacity
 from moeblaze_ref.placement.maps import Copies, Placement
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer

@@ -10,10 +10,25 @@ from torch.nn.functional import pad
 from moeblaze_ref.backends.raw_cuda.dispatch import build_open, build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Array, Dispatch
-from moeblaze_ref.parallel.capacity import Capacity
 from moeblaze_ref.parallel.ranks import RankGroup
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems.layer import Stages
+
+
+class Capacity(NamedTuple):
+    """The room of a layer over several ranks."""
+
+    rows: int  #: that a rank sends to each rank; the same on all ranks
+    choices: int  #: of experts of one rank, by all rows that come
+
+
+def check_capacity(capacity: Capacity | None) -> Capacity | None:
+    """Return it, if it is None or both numbers are whole and at least 1; else a TypeError or ValueError says so."""
+    if capacity is not None:
+        checks.check_type("capacity", capacity, Capacity)
+        for name, value in capacity._asdict().items():
+            checks.check_int(f"capacity.{name}", value, 1)
+    return capacity
 
 
 class Counts(NamedTuple):
@@ -93,7 +108,7 @@ class Trip:
         checks.check_routed_rows(G * rows, homes.shape[1])
         found = build_open(bridge.array(first_slots(homes)), G, bridge.executor)
         copies, real, overflowed = _padded(found.map(bridge.tensor), rows)
-        counts = Counts([rows] * G, [rows] * G, capacity.choices)
+        counts = Counts([rows] * G, [rows] * G, min(capacity.choices, G * rows * homes.shape[1]))
         return cls(ranks, stages, bridge, copies, counts, real), overflowed
 
     @classmethod

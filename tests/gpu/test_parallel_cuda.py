@@ -8,10 +8,10 @@ from test_parallel_copies import CopiesCase, assert_holders_have_the_same_bits
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
-from moeblaze_ref.parallel.capacity import Capacity
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.trip import Capacity
 from moeblaze_ref.parallel.watch import Watch
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")

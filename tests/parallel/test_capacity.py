@@ -1,6 +1,9 @@
 """Room for rows that is known beforehand: the bits of exact numbers, no wait of the host, and a repeated step."""
 
+import sys
+
 import numpy as np
+import processes
 import pytest
 import torch
 from over_tensors import BridgeOverTensors
@@ -15,11 +18,11 @@ from moeblaze_ref.nn import torch_node
 from moeblaze_ref.parallel import layer as layer_module
 from moeblaze_ref.parallel import local, threads
 from moeblaze_ref.parallel import trip as trip_module
-from moeblaze_ref.parallel.capacity import Capacity, capacity_of
+from moeblaze_ref.parallel.capacity import capacity_of
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.overflow import repeat_on_overflow
 from moeblaze_ref.parallel.ranks import RankGroup, Ranks
-from moeblaze_ref.parallel.trip import Trip
+from moeblaze_ref.parallel.trip import Capacity, Trip
 from moeblaze_ref.placement.copies import choose
 from moeblaze_ref.placement.maps import Copies, Placement
 
@@ -175,7 +178,7 @@ def test_a_step_that_overflows_runs_again_on_all_ranks_with_exact_numbers(change
 
 
 def repeated_twice(ranks, case, capacities):
-    """The runs of a step after one that overflowed and whose flag nobody looked at."""
+    """The runs of a step that may be repeated, after one that overflowed and was not repeated."""
     model = Model(ranks, case, capacities)
     model.step()
     assert model.layers[0].overflowed
@@ -207,7 +210,7 @@ def test_an_overflow_of_other_ranks_of_the_step_repeats_it():
     assert threads.run(work, 4) == [3] * 4
 
 
-def test_a_model_without_capacities_runs_once_and_asks_nobody():
+def test_a_model_without_capacities_runs_once_and_exchanges_no_flags():
     def work(ranks):
         model = Model(ranks, FOUR, [None])
         repeat_on_overflow(model, model.step, OfOthers())
@@ -254,6 +257,12 @@ def test_the_host_reads_nothing_from_the_device(monkeypatch, case, waits):
 
     threads.run(work, 4)
     assert (set(read) == {"tolist"}) if waits else not read
+
+
+def test_a_layer_does_not_import_what_reads_traces():
+    """Numba takes half a second, and only `capacity_of` needs it."""
+    code = "import sys, moeblaze_ref.parallel.layer; print('numba' in sys.modules)"
+    assert processes.run([sys.executable, "-c", code]).stdout == "False\n"
 
 
 # From a trace ---------------------------------------------------------------------------------------------------------
@@ -339,6 +348,18 @@ def test_what_is_no_trace_of_the_map_is_refused(changed, error, says):
 def test_a_capacity_that_is_none_is_refused(capacity, error, says):
     with pytest.raises(error, match=says):
         threads.run(on_a_rank, 4, FOUR, capacity)
+
+
+def test_more_choices_than_the_rows_have_take_no_memory(monkeypatch):
+    rooms = []
+
+    def built(topk_experts, num_experts, executor, room=None):
+        rooms.append(room)
+        return build_open(topk_experts, num_experts, executor, room)
+
+    monkeypatch.setattr(layer_module, "build_open", built)
+    threads.run(on_a_rank, 4, FOUR, Capacity(40, 2**40))
+    assert rooms == [4 * 40 * FOUR.k] * 4
 
 
 def test_ranks_with_other_room_are_named():
