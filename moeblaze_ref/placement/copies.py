@@ -15,11 +15,10 @@ import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import INTEGERS, RoutingTrace
+from moeblaze_ref.placement.bits import ONE, bits_set, clear, has, packed, put, size
 from moeblaze_ref.placement.maps import Copies, check_nodes
-from moeblaze_ref.placement.unions import bits_set
 
-MOST_GPUS = 64  # their sets are bits of one word
-ZERO, ONE = np.uint64(0), np.uint64(1)
+VISITED, NEAR = 0, 1  # sets of a token: its own GPU and those that it chose, and all GPUs of their nodes
 
 
 def sources(tokens: int, num_gpus: int) -> np.ndarray:
@@ -63,7 +62,7 @@ def choose(topk: np.ndarray, source: np.ndarray, held: np.ndarray, num_nodes: in
     """
     checks.check_array("held", held, 2, ("bool",), contiguous=False)
     E, G = held.shape
-    checks.check_int("num_gpus", G, 1, MOST_GPUS)
+    checks.check_int("num_gpus", G, 1)
     check_nodes(num_nodes, G)
     for name, array, rank, limit, what in (("topk", topk, 2, E, "experts"), ("source", source, 1, G, "GPUs")):
         checks.check_array(name, array, rank, INTEGERS, contiguous=False)
@@ -72,7 +71,7 @@ def choose(topk: np.ndarray, source: np.ndarray, held: np.ndarray, num_nodes: in
     nowhere = checks.first(~held.any(axis=1))
     if nowhere:
         raise ValueError(f"expert {nowhere[0]} is on no GPU, but every expert needs one")
-    return _choose(topk, source, bits_of(held), nodes_of(G, num_nodes), G)
+    return _choose(topk, source, packed(held), neighbours(G, num_nodes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,61 +105,104 @@ def routes(trace: RoutingTrace, copies: Copies) -> Routes:
     return Routes(np.stack(of_layers, axis=1), copies.num_gpus)
 
 
-def bits_of(mask: np.ndarray) -> np.ndarray:
-    """Sets of GPUs as bits, (n,) uint64, from a mask (n, G)."""
-    return (mask.astype(np.uint64) << np.arange(mask.shape[1], dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
-
-
-def nodes_of(num_gpus: int, num_nodes: int) -> np.ndarray:
-    """The GPUs of each node as bits, (nodes,) uint64."""
-    return bits_of(np.arange(num_gpus) * num_nodes // num_gpus == np.arange(num_nodes)[:, None])
+def neighbours(num_gpus: int, num_nodes: int) -> np.ndarray:
+    """The GPUs of each GPU's node as a set, (G, words) uint64 of `bits.packed`."""
+    node = np.arange(num_gpus) * num_nodes // num_gpus
+    return packed(node[:, None] == node)
 
 
 @numba.njit(cache=True, nogil=True)
-def _choose(topk, source, held, nodes, num_gpus):
+def _choose(topk, source, held, near):
     tokens, k = topk.shape
-    chosen, batch = np.empty((tokens, k), np.int32), np.zeros(num_gpus, np.int64)
+    chosen, batch = np.empty((tokens, k), np.int32), np.zeros(len(near), np.int64)
+    homes, sets = homes_of(held), new_sets(near)
     for t in range(tokens):
         own = source[t]
-        choose_of_token(topk[t], ONE << np.uint64(own), batch[own], held, nodes, chosen[t])
+        choose_of_token(topk[t], own, batch[own], held, homes, near, sets, chosen[t])
         batch[own] += 1
     return chosen
 
 
 @numba.njit(cache=True, nogil=True)
-def choose_of_token(experts, own, number, held, nodes, chosen):
-    """Write the GPUs of one token's experts into ``chosen`` (k,), and return them as bits.
+def homes_of(held):
+    """The GPU of each expert that has a single copy, (E,) int32; -1 for the others."""
+    homes = np.empty(len(held), np.int32)
+    for e in range(len(held)):
+        homes[e] = _nth(held, e, held, e, 0) if size(held[e]) == 1 else -1
+    return homes
 
-    ``held`` (E,), ``nodes`` and ``own`` are GPUs as bits; ``number`` is the token's number in its GPU's batch.
+
+@numba.njit(cache=True, nogil=True)
+def new_sets(near):
+    """Room for the two sets of GPUs that a token needs while it chooses, (2, words)."""
+    return np.empty((2, near.shape[1]), np.uint64)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def choose_of_token(experts, own, number, held, homes, near, sets, chosen):
+    """Write the GPUs of one token's experts into ``chosen`` (k,).
+
+    ``held`` (E, words) has the GPUs of each expert, ``homes`` is of `homes_of`, and ``near`` of `neighbours`. ``own``
+    is the token's GPU, and ``number`` its number in that GPU's batch. ``sets`` is of `new_sets`.
     """
-    taken = ZERO
-    for j, e in enumerate(experts):
-        if held[e] & (held[e] - ONE) == ZERO:  # a single copy
-            chosen[j] = bits_set(held[e] - ONE)
-            taken |= held[e]
-    for j, e in enumerate(experts):
-        if held[e] & (held[e] - ONE) != ZERO:
-            copy = _nth(_nearest(held[e], taken | own, nodes), number + e)
-            chosen[j] = bits_set(copy - ONE)
-            taken |= copy
-    return taken
+    clear(sets, VISITED)
+    put(sets, VISITED, own)
+    for j in range(len(experts)):
+        chosen[j] = homes[experts[j]]
+        if chosen[j] >= 0:
+            put(sets, VISITED, chosen[j])
+    for j in range(len(experts)):
+        e = experts[j]
+        if homes[e] < 0:
+            chosen[j] = _nth(held, e, sets, VISITED, number + e)
+            if chosen[j] < 0:
+                _set_near(own, near, sets, chosen)
+                chosen[j] = _nth(held, e, sets, NEAR, number + e)
+            if chosen[j] < 0:
+                chosen[j] = _nth(held, e, held, e, number + e)
+            put(sets, VISITED, chosen[j])
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _set_near(own, near, sets, chosen):
+    """Make ``NEAR`` the GPUs on nodes of a token's own GPU and of those that it has chosen already."""
+    for w in range(near.shape[1]):
+        sets[NEAR, w] = near[own, w]
+    for gpu in chosen:
+        if gpu >= 0:
+            for w in range(near.shape[1]):
+                sets[NEAR, w] |= near[gpu, w]
 
 
 @numba.njit(cache=True, nogil=True)
-def _nearest(copies, visited, nodes):
-    """Copies on a GPU that is visited, else on a node that is visited, else all."""
-    if copies & visited:
-        return copies & visited
-    near = ZERO
-    for node in nodes:
-        if visited & node:
-            near |= copies & node
-    return near if near else copies
+def visits_of_token(chosen, near, sets):
+    """How many GPUs and nodes a token goes to that chose these GPUs (k,)."""
+    clear(sets, VISITED)
+    clear(sets, NEAR)
+    gpus = nodes = 0
+    for gpu in chosen:
+        gpus += not has(sets, VISITED, gpu)
+        put(sets, VISITED, gpu)
+        nodes += not has(sets, NEAR, gpu)
+        for w in range(near.shape[1]):
+            sets[NEAR, w] |= near[gpu, w]
+    return gpus, nodes
 
 
-@numba.njit(cache=True, nogil=True)
-def _nth(gpus, turn):
-    """The bit of number ``turn``, counted round and round."""
-    for _ in range(turn % bits_set(gpus)):
-        gpus &= gpus - ONE
-    return gpus & ~(gpus - ONE)
+@numba.njit(cache=True, nogil=True, inline="always")
+def _nth(these, i, those, j, turn):
+    """The member of number ``turn``, counted round and round, of what two sets have in common, or -1 for nothing."""
+    common = 0
+    for w in range(these.shape[1]):
+        common += bits_set(these[i, w] & those[j, w])
+    if common == 0:
+        return -1
+    left = turn % common
+    for w in range(these.shape[1]):
+        word = these[i, w] & those[j, w]
+        if left < bits_set(word):
+            for _ in range(left):
+                word &= word - ONE
+            return 64 * w + bits_set((word & ~(word - ONE)) - ONE)
+        left -= bits_set(word)
+    return -1

@@ -11,7 +11,7 @@ import numpy as np
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.placement.baselines import replicate
-from moeblaze_ref.placement.copies import MOST_GPUS, ONE, nodes_of, sources
+from moeblaze_ref.placement.copies import neighbours, sources
 from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.dedup import NODE_WEIGHT, sample_weights, search_layers
 from moeblaze_ref.placement.maps import Copies, check_gpus, check_nodes
@@ -46,7 +46,7 @@ def dedup_copies(
     profile : Profile
         With the trace that it counts.
     num_gpus : int
-        G, at most `copies.MOST_GPUS`.
+        G.
     budget : int
         Experts of a layer on a GPU, copies too.
     num_nodes : int
@@ -65,13 +65,13 @@ def dedup_copies(
         a number is out of range.
     """
     trace, E = thinned(profile.traced(), COUNTED), profile.E
-    check_gpus(checks.check_int("num_gpus", num_gpus, 1, MOST_GPUS), E)
+    check_gpus(checks.check_int("num_gpus", num_gpus, 1), E)
     check_nodes(num_nodes, num_gpus)
     check_budget(budget, E, num_gpus)
     checks.check_int("steps", steps, 0)
     sequence, weights = sample_weights(trace, SAMPLES, STRETCH, seed)
     objective = Objective(
-        nodes_of(num_gpus, num_nodes), weights * num_gpus, NODE_WEIGHT if num_nodes > 1 else 0.0, LOAD_WEIGHT
+        neighbours(num_gpus, num_nodes), weights * num_gpus, NODE_WEIGHT if num_nodes > 1 else 0.0, LOAD_WEIGHT
     )
     share = trace.topk.shape[2] / E  # of the tokens, that an expert has in the mean
 
@@ -119,9 +119,9 @@ def dealt(load: np.ndarray, num_gpus: int, size: int) -> np.ndarray:
 
 def tokens_of(topk: np.ndarray, num_experts: int, num_gpus: int, sequence: np.ndarray) -> Tokens:
     """What `slots.anneal_slots` reads of one layer's choices (tokens, k); on which GPU a token is says `sources`."""
-    source, k = sources(len(topk), num_gpus), topk.shape[1]
+    source, k = sources(len(topk), num_gpus).astype(np.int64), topk.shape[1]
     chosen = topk.ravel().astype(np.int64)
     first = np.append(0, np.cumsum(np.bincount(chosen, minlength=num_experts)))
     users = np.argsort(chosen, kind="stable") // k
     number = np.arange(len(topk)) // num_gpus
-    return Tokens(chosen.reshape(-1, k), ONE << source.astype(np.uint64), number, sequence, users, first)
+    return Tokens(chosen.reshape(-1, k), source, number, sequence, users, first)

@@ -13,7 +13,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.placement import annealing, baselines, dedup_copies, traffic
 from moeblaze_ref.placement.bounds import Bounds
-from moeblaze_ref.placement.copies import MOST_GPUS, Routes, routes
+from moeblaze_ref.placement.copies import Routes, routes
 from moeblaze_ref.placement.counted import Counted
 from moeblaze_ref.placement.deadlines import Deadline
 from moeblaze_ref.placement.dedup import SWAPS, dedup
@@ -33,8 +33,6 @@ LARGEST = {
     "exflow": (32, "its search counts G * G pairs of GPUs for every swap"),
     "moetuner": (32, "its second program has (layers - 1) * G**4 rows"),
     "joint": (32, "it solves moetuner's programs"),
-    "eplb-nearest": (MOST_GPUS, "a token's GPUs are bits of one word"),
-    "dedup-copies": (MOST_GPUS, "a token's GPUs are bits of one word"),
 }
 
 

@@ -11,8 +11,9 @@ import numba
 import numpy as np
 
 from moeblaze_ref.placement.annealing import now
-from moeblaze_ref.placement.copies import ONE, ZERO, choose_of_token
-from moeblaze_ref.placement.unions import FINE, bits_set
+from moeblaze_ref.placement.bits import flip, has, put, size
+from moeblaze_ref.placement.copies import choose_of_token, homes_of, new_sets, visits_of_token
+from moeblaze_ref.placement.unions import FINE
 
 NO_SLOT = -1
 CLOCK = 32  # steps between two looks at the clock: each counts many tokens
@@ -22,7 +23,7 @@ class Tokens(NamedTuple):
     """What one layer's tokens chose, and where they are: T tokens, k experts each, Q sequences."""
 
     topk: np.ndarray  #: (T, k) int64
-    own: np.ndarray  #: (T,) uint64, the token's GPU as a bit
+    own: np.ndarray  #: (T,) int64, the token's GPU
     number: np.ndarray  #: (T,) int64, its number in the batch of that GPU
     sequence: np.ndarray  #: (T,) int64, 0 to Q - 1
     users: np.ndarray  #: (T * k,) int64, the tokens of expert 0, of expert 1, and so on
@@ -35,40 +36,31 @@ class Objective(NamedTuple):
     The load is the fullest GPU's over the mean, a mean over samples of the sequences.
     """
 
-    nodes: np.ndarray  #: (nodes,) uint64, the GPUs of each node as bits
+    near: np.ndarray  #: (G, words) uint64, of `copies.neighbours`
     weights: np.ndarray  #: (Q, samples), what a row of a sequence adds to a GPU's load in a sample
     node_weight: float
     load_weight: float
 
 
 @numba.njit(cache=True, nogil=True)
-def _nodes_in(gpus, nodes):
-    """How many nodes a set of GPUs touches."""
-    count = 0
-    for node in nodes:
-        count += (gpus & node) != ZERO
-    return count
-
-
-@numba.njit(cache=True, nogil=True)
-def _held(slots, num_experts):
-    """The GPUs of each expert as bits, (E,) uint64."""
-    held = np.zeros(num_experts, np.uint64)
+def _held(slots, num_experts, near):
+    """The GPUs of each expert as a set, (E, words) uint64."""
+    held = np.zeros((num_experts, near.shape[1]), np.uint64)
     for gpu in range(len(slots)):
         for e in slots[gpu]:
-            held[e] |= ONE << np.uint64(gpu)
+            put(held, e, gpu)
     return held
 
 
 @numba.njit(cache=True, nogil=True)
 def _added(T, rows, weights):
-    """The loads T (G, samples) with some more rows (Q, G) of the sequences."""
+    """The loads T (samples, G) with some more rows (Q, G) of the sequences."""
     T = T.copy()
     for q in range(len(rows)):
-        for gpu in range(len(T)):
+        for gpu in range(rows.shape[1]):
             if rows[q, gpu]:
-                for s in range(T.shape[1]):
-                    T[gpu, s] += rows[q, gpu] * weights[q, s]
+                for s in range(len(T)):
+                    T[s, gpu] += rows[q, gpu] * weights[q, s]
     return T
 
 
@@ -76,32 +68,34 @@ def _added(T, rows, weights):
 def _fullest(T):
     """The fullest GPU's load, a mean over the samples."""
     total = 0.0
-    for s in range(T.shape[1]):
-        total += T[:, s].max()
-    return total / T.shape[1]
+    for s in range(len(T)):
+        most = T[s, 0]
+        for gpu in range(T.shape[1]):
+            most = max(most, T[s, gpu])
+        total += most
+    return total / len(T)
 
 
 @numba.njit(cache=True, nogil=True)
-def _count(held, num_gpus, tokens, objective):
-    """Count afresh: each token's GPUs (T, k), rows (Q, G), and the sums of D and of N over the tokens."""
-    chosen = np.empty(tokens.topk.shape, np.int32)
-    rows, D, N = np.zeros((len(objective.weights), num_gpus), np.int64), 0, 0
+def _count(held, tokens, objective):
+    """Count afresh: each token's GPUs (T, k), how many GPUs and nodes they are (T, 2), and rows (Q, G)."""
+    near, chosen = objective.near, np.empty(tokens.topk.shape, np.int32)
+    visits, rows = np.empty((len(chosen), 2), np.int64), np.zeros((len(objective.weights), len(near)), np.int64)
+    homes, sets = homes_of(held), new_sets(near)
     for t, experts in enumerate(tokens.topk):
-        visited = choose_of_token(experts, tokens.own[t], tokens.number[t], held, objective.nodes, chosen[t])
-        D += bits_set(visited)
-        N += _nodes_in(visited, objective.nodes)
+        choose_of_token(experts, tokens.own[t], tokens.number[t], held, homes, near, sets, chosen[t])
+        visits[t] = visits_of_token(chosen[t], near, sets)
         for gpu in chosen[t]:
             rows[tokens.sequence[t], gpu] += 1
-    return chosen, rows, D, N
+    return chosen, visits, rows
 
 
 @numba.njit(cache=True, nogil=True)
 def value(slots, num_experts, tokens, objective):
     """What `anneal_slots` minimises, counted afresh: (the value, D, N, load). Parameters are as there."""
-    G = len(slots)
-    _, rows, D, N = _count(_held(slots, num_experts), G, tokens, objective)
-    load = _fullest(_added(np.zeros((G, objective.weights.shape[1])), rows, objective.weights))
-    D, N = D / len(tokens.topk), N / len(tokens.topk)
+    _, visits, rows = _count(_held(slots, num_experts, objective.near), tokens, objective)
+    load = _fullest(_added(np.zeros((objective.weights.shape[1], len(slots))), rows, objective.weights))
+    D, N = visits[:, 0].sum() / len(visits), visits[:, 1].sum() / len(visits)
     return D + objective.node_weight * N + objective.load_weight * load, D, N, load
 
 
@@ -111,15 +105,15 @@ def _step(slots, held):
 
     The first GPU is ``NO_SLOT`` if the step is not possible.
     """
-    G, size = slots.shape
-    g, i, h, j = np.random.randint(G), np.random.randint(size), np.random.randint(G), np.random.randint(size)
+    G, each = slots.shape
+    g, i, h, j = np.random.randint(G), np.random.randint(each), np.random.randint(G), np.random.randint(each)
     e, f = slots[g, i], slots[h, j]
     if np.random.random() < 0.5:
         h, f = NO_SLOT, np.random.randint(len(held))
-        possible = held[e] & (held[e] - ONE) != ZERO
+        possible = size(held[e]) > 1
     else:
-        possible = g != h and not held[e] >> np.uint64(h) & ONE
-    if not possible or held[f] >> np.uint64(g) & ONE:
+        possible = g != h and not has(held, e, h)
+    if not possible or has(held, f, g):
         g = NO_SLOT
     return g, i, h, j, f
 
@@ -127,11 +121,11 @@ def _step(slots, held):
 @numba.njit(cache=True, nogil=True)
 def _exchange(held, e, f, g, h):
     """Expert e goes from g to h, and f from h to g; another time, and all is as before."""
-    held[e] ^= ONE << np.uint64(g)
-    held[f] ^= ONE << np.uint64(g)
+    flip(held, e, g)
+    flip(held, f, g)
     if h != NO_SLOT:
-        held[e] ^= ONE << np.uint64(h)
-        held[f] ^= ONE << np.uint64(h)
+        flip(held, e, h)
+        flip(held, f, h)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -143,20 +137,21 @@ def _uses(experts, e):
 
 
 @numba.njit(cache=True, nogil=True)
-def _choose_anew(e, f, held, tokens, nodes, chosen, again, changed, rows):
+def _choose_anew(e, f, held, tokens, near, sets, chosen, again, visits, changed, rows):
     """Let the tokens of experts e and f choose anew.
 
-    Writes the choices of those that choose otherwise into ``again``, which tokens they are into ``changed``, and how
-    many more rows each sequence has on each GPU into ``rows`` (Q, G). Returns how many tokens these are.
+    Writes the choices of those that choose otherwise into ``again``, how many GPUs and nodes they visit into
+    ``visits``, which tokens they are into ``changed``, and how many more rows each sequence has on each GPU into
+    ``rows`` (Q, G). Returns how many tokens these are.
     """
-    count = 0
+    count, homes = 0, homes_of(held)
     rows[:] = 0
     for expert in (e, f):
         for at in range(tokens.first[expert], tokens.first[expert + 1]):
             t = tokens.users[at]
             if expert == f and _uses(tokens.topk[t], e):
                 continue  # it has chosen anew already
-            choose_of_token(tokens.topk[t], tokens.own[t], tokens.number[t], held, nodes, again[count])
+            choose_of_token(tokens.topk[t], tokens.own[t], tokens.number[t], held, homes, near, sets, again[count])
             differs = False
             for j in range(again.shape[1]):
                 if chosen[t, j] != again[count, j]:
@@ -164,28 +159,18 @@ def _choose_anew(e, f, held, tokens, nodes, chosen, again, changed, rows):
                     rows[tokens.sequence[t], again[count, j]] += 1
                     differs = True
             if differs:
-                changed[count] = t
+                changed[count], visits[count] = t, visits_of_token(again[count], near, sets)
                 count += 1
     return count
 
 
 @numba.njit(cache=True, nogil=True)
-def _visits(chosen):
-    """The GPUs that a token visits, as bits."""
-    visited = ZERO
-    for gpu in chosen:
-        visited |= ONE << np.uint64(gpu)
-    return visited
-
-
-@numba.njit(cache=True, nogil=True)
-def _more(chosen, again, changed, nodes):
+def _more(visits, new_visits, changed):
     """How many more GPUs and nodes the tokens visit that chose anew."""
     of_gpus = of_nodes = 0
-    for i, t in enumerate(changed):
-        before, after = _visits(chosen[t]), _visits(again[i])
-        of_gpus += bits_set(after) - bits_set(before)
-        of_nodes += _nodes_in(after, nodes) - _nodes_in(before, nodes)
+    for at, t in enumerate(changed):
+        of_gpus += new_visits[at, 0] - visits[t, 0]
+        of_nodes += new_visits[at, 1] - visits[t, 1]
     return of_gpus, of_nodes
 
 
@@ -216,10 +201,16 @@ def anneal_slots(slots, num_experts, tokens, objective, hot, cold, steps, seed, 
         Of the value, carried along from step to step.
     """
     np.random.seed(seed)
-    slots, held, each = slots.copy(), _held(slots, num_experts), len(tokens.topk)
-    chosen, rows, _, _ = _count(held, len(slots), tokens, objective)
-    T = _added(np.zeros((len(slots), objective.weights.shape[1])), rows, objective.weights)
-    again, changed, load = np.empty_like(chosen), np.empty(each, np.int64), _fullest(T)
+    near, each = objective.near, len(tokens.topk)
+    slots, held, sets = slots.copy(), _held(slots, num_experts, near), new_sets(near)
+    chosen, visits, rows = _count(held, tokens, objective)
+    T = _added(np.zeros((objective.weights.shape[1], len(slots))), rows, objective.weights)
+    again, new_visits, changed, load = (
+        np.empty_like(chosen),
+        np.empty_like(visits),
+        np.empty(each, np.int64),
+        _fullest(T),
+    )
     best, change, least = slots.copy(), 0.0, 0.0
     for s in range(steps):
         if s % CLOCK == 0 and now() > deadline:
@@ -229,8 +220,8 @@ def anneal_slots(slots, num_experts, tokens, objective, hot, cold, steps, seed, 
             continue
         e = slots[g, i]
         _exchange(held, e, f, g, h)
-        changes = changed[: _choose_anew(e, f, held, tokens, objective.nodes, chosen, again, changed, rows)]
-        D, N = _more(chosen, again, changes, objective.nodes)
+        changes = changed[: _choose_anew(e, f, held, tokens, near, sets, chosen, again, new_visits, changed, rows)]
+        D, N = _more(visits, new_visits, changes)
         after = _added(T, rows, objective.weights)
         worse = (D + objective.node_weight * N) / each + objective.load_weight * (_fullest(after) - load)
         if worse > -hot * (cold / hot) ** (s / steps) * np.log(np.random.random()):
@@ -240,7 +231,7 @@ def anneal_slots(slots, num_experts, tokens, objective, hot, cold, steps, seed, 
         if h != NO_SLOT:
             slots[h, j] = e
         for at, t in enumerate(changes):
-            chosen[t] = again[at]
+            chosen[t], visits[t] = again[at], new_visits[at]
         T, load, change = after, _fullest(after), change + worse
         if change < least and s >= FINE * steps:
             best[:], least = slots, change

@@ -7,10 +7,9 @@ afresh: the count is exact, not a sum over pairs of experts. Compiled by Numba f
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from moeblaze_ref.placement.annealing import CLOCK, now
+from moeblaze_ref.placement.bits import packed, size
 
 HOT, COLD = 0.8, 0.024  # temperatures at both ends, in visits a token, times an expert's mean share of the tokens
 FINE = 0.7  # of the steps: after them the best placement so far is kept
@@ -18,35 +17,10 @@ FINE = 0.7  # of the steps: after them the best placement so far is kept
 
 def token_sets(chosen: np.ndarray, num_experts: int) -> np.ndarray:
     """The tokens of each expert, as bits (E, words) uint64, from the choices (tokens, k) of one layer."""
-    tokens, k = chosen.shape
-    has = np.zeros((num_experts, -(-max(tokens, 1) // 64) * 64), bool)
+    tokens = len(chosen)
+    has = np.zeros((num_experts, tokens), bool)
     has[chosen, np.arange(tokens)[:, None]] = True
-    return np.packbits(has, axis=1, bitorder="little").view(np.uint64)
-
-
-@intrinsic
-def _population(typing, word):
-    """The number of bits of a word that are 1: one instruction."""
-
-    def generate(context, builder, signature, args):
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), generate
-
-
-@numba.njit(cache=True)
-def bits_set(word):
-    """The number of bits of a word (uint64) that are 1, int64."""
-    return np.int64(_population(word))  # type: ignore[call-arg]
-
-
-@numba.njit(cache=True)
-def _size(words):
-    """Tokens in a set."""
-    count = 0
-    for word in words:
-        count += bits_set(word)
-    return count
+    return packed(has)
 
 
 @numba.njit(cache=True)
@@ -95,10 +69,10 @@ def value(gpus, sets, loads, num_gpus, per_node, load_weight, node_weight, token
     of_gpus, of_nodes, load = 0, 0, 0.0
     for gpu in range(num_gpus):
         _union(sets, members[gpu, : sizes[gpu]], union)
-        of_gpus += _size(union)
+        of_gpus += size(union)
     for node in range(num_gpus // per_node):
         _union(sets, np.flatnonzero(gpus // per_node == node), union)
-        of_nodes += _size(union)
+        of_nodes += size(union)
     for e, gpu in enumerate(gpus):
         T[gpu] += loads[e]
     for s in range(loads.shape[1]):
@@ -115,7 +89,7 @@ def _visits_to_node(unions, first, per_node, g, at_g, h, at_h, union):
         row = at_g if gpu == g else at_h if gpu == h else unions[gpu]
         for w in range(len(union)):
             union[w] |= row[w]
-    return _size(union)
+    return size(union)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -163,7 +137,7 @@ def anneal_layer(
     for e, gpu in enumerate(gpus):
         T[gpu] += loads[e]
     at_g, at_h, union = np.empty(W, np.uint64), np.empty(W, np.uint64), np.empty(W, np.uint64)
-    of_gpus = np.array([_size(words) for words in unions])
+    of_gpus = np.array([size(words) for words in unions])
     of_nodes = np.array(
         [
             _visits_to_node(unions, n * per_node, per_node, -1, at_g, -1, at_h, union)
@@ -184,7 +158,7 @@ def anneal_layer(
         _union(sets, members[h, : sizes[h]], at_h)
         T_g, T_h = T[g] - loads[e] + loads[f], T[h] - loads[f] + loads[e]
         after = _fullest(T, fullest, g, h, T_g, T_h)
-        to_g, to_h, a, b = _size(at_g), _size(at_h), g // per_node, h // per_node
+        to_g, to_h, a, b = size(at_g), size(at_h), g // per_node, h // per_node
         to_a, to_b = of_nodes[a], of_nodes[b]
         if a != b:
             to_a = _visits_to_node(unions, a * per_node, per_node, g, at_g, h, at_h, union)

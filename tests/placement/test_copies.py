@@ -74,6 +74,19 @@ def test_every_token_uses_the_copies_that_the_rule_names(routed, held, nodes):
     assert np.take_along_axis(held[0][routed.topk[:, 0]], found[..., None], 2).all()
 
 
+@pytest.mark.parametrize(("num_gpus", "nodes"), [(64, 8), (65, 1), (130, 13), (256, 32)])
+def test_more_gpus_than_a_word_has_bits(num_gpus, nodes):
+    rng, num_experts = np.random.default_rng(num_gpus), 300
+    held = rng.random((num_experts, num_gpus)) < 0.01
+    held[np.arange(num_experts), rng.integers(num_gpus, size=num_experts)] = True
+    held[:3, -1] = True  # a copy on the last GPU
+    topk = np.stack([rng.choice(num_experts, 8, replace=False) for _ in range(400)])
+    source = rng.integers(num_gpus, size=400)
+    found = copies.choose(topk, source, held, nodes)
+    np.testing.assert_array_equal(found, chosen_by_loops(topk, source, held, num_gpus // nodes))
+    assert found.max() == num_gpus - 1
+
+
 def test_the_nearest_copies_by_hand():
     held = np.zeros((4, 8), bool)  # two nodes of four GPUs
     held[0, 5] = held[1, [1, 5]] = held[2, [0, 6]] = held[3, [2, 3, 7]] = True
@@ -231,7 +244,7 @@ def of_layer(skewed, nodes=2, load_weight=3.0):
     return (
         start,
         tokens,
-        slots.Objective(copies.nodes_of(G, nodes), weights * G, 0.5 if nodes > 1 else 0.0, load_weight),
+        slots.Objective(copies.neighbours(G, nodes), weights * G, 0.5 if nodes > 1 else 0.0, load_weight),
     )
 
 
@@ -272,7 +285,7 @@ def test_a_search_finds_the_best_of_all_maps():
     sequence, weights = dedup.sample_weights(small, 4, 2.0, 0)
     tokens, objective = (
         dedup_copies.tokens_of(topk, 4, 3, sequence),
-        slots.Objective(copies.nodes_of(3, 1), weights * 3, 0.0, 3.0),
+        slots.Objective(copies.neighbours(3, 1), weights * 3, 0.0, 3.0),
     )
     pairs = [[a, b] for a in range(4) for b in range(a + 1, 4)]
     every = [np.array([a, b, c]) for a in pairs for b in pairs for c in pairs if len({*a, *b, *c}) == 4]
@@ -357,7 +370,6 @@ def test_a_budget_of_all_experts_needs_no_choice(skewed):
         ((G, 0), "budget is 0"),
         ((G, 4, 3), "num_nodes is 3, but it must divide the 4 GPUs"),
         ((13, 4), "num_gpus is 13, but there are only 12 experts"),
-        ((65, 4), "num_gpus is 65, but it must be 1..64"),
         ((G, 4, 1, -1), "steps is -1"),
     ],
 )
