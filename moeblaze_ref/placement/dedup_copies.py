@@ -1,29 +1,30 @@
 """Copies of experts and their GPUs at once: few distinct GPUs and nodes a token, at a load that lasts.
 
-A copy on a GPU that a token visits anyway saves a visit, and copies of a hot expert share its load. So one search
-chooses which experts have copies, and where (`slots.anneal_slots`). It counts what the rule of `copies.choose` sends.
-The load that counts is that of `dedup`: a mean over random samples of the sequences, whose differences are stretched.
-A heuristic: nothing is proven.
+A copy on a GPU that a token visits anyway saves a visit, and copies of a hot expert share its load. Two searches follow
+each other in every layer. The first takes every copy for an expert of its own, whose tokens are those of some of the
+GPUs, and places it as `dedup` does (`placed`). The second changes which experts have copies, and where
+(`slots.anneal_slots`). It counts what the rule of `copies.choose` sends. The load that counts is that of `dedup`: a
+mean over random samples of the sequences, whose differences are stretched. A heuristic: nothing is proven.
 """
 
 import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
+from moeblaze_ref.placement import unions
 from moeblaze_ref.placement.baselines import replicate
 from moeblaze_ref.placement.copies import neighbours, sources
 from moeblaze_ref.placement.deadlines import Deadline
-from moeblaze_ref.placement.dedup import NODE_WEIGHT, sample_weights, search_layers
+from moeblaze_ref.placement.dedup import NODE_WEIGHT, SAMPLES, STRETCH, SWAPS, sample_weights, search_layers
 from moeblaze_ref.placement.maps import Copies, check_gpus, check_nodes
 from moeblaze_ref.placement.slots import Objective, Tokens, anneal_slots
 from moeblaze_ref.placement.trace import Profile
-from moeblaze_ref.placement.unions import COLD, HOT
 
 # Chosen on random halves of other seeds, 100 and up, than those that are published; the weight of the load was raised
 # after one of those.
-SAMPLES, STRETCH = 32, 2.0
-LOAD_WEIGHT = 24.0
-STEPS = 3000  # tried in a layer
+FIRST_WEIGHT, LOAD_WEIGHT = 6.0, 24.0  # of the load, in the first search and in the second
+HOT, COLD = 0.03, 0.001  # temperatures of the second, in visits a token, times an expert's mean share of the tokens
+STEPS = 3000  # of the second, tried in a layer
 COUNTED = 32_768  # tokens at most that a search counts: every n-th of a longer trace
 
 
@@ -33,6 +34,7 @@ def dedup_copies(
     budget: int,
     num_nodes: int = 1,
     steps: int = STEPS,
+    swaps: int = SWAPS,
     seed: int = 0,
     deadline: Deadline | None = None,
 ) -> Copies:
@@ -51,8 +53,8 @@ def dedup_copies(
         Experts of a layer on a GPU, copies too.
     num_nodes : int
         Nodes of equally many neighbouring GPUs.
-    steps : int
-        Steps tried in a layer.
+    steps, swaps : int
+        Tried in a layer: swaps of the first search, steps of the second.
     seed : int
         The same seed finds the same placement, unless the time limit cuts the search.
     deadline : Deadline, optional
@@ -69,18 +71,18 @@ def dedup_copies(
     check_nodes(num_nodes, num_gpus)
     check_budget(budget, E, num_gpus)
     checks.check_int("steps", steps, 0)
+    checks.check_int("swaps", swaps, 0)
     sequence, weights = sample_weights(trace, SAMPLES, STRETCH, seed)
-    objective = Objective(
-        neighbours(num_gpus, num_nodes), weights * num_gpus, NODE_WEIGHT if num_nodes > 1 else 0.0, LOAD_WEIGHT
-    )
+    node_weight = NODE_WEIGHT if num_nodes > 1 else 0.0
+    objective = Objective(neighbours(num_gpus, num_nodes), weights * num_gpus, node_weight, LOAD_WEIGHT)
+    first = objective._replace(load_weight=FIRST_WEIGHT)
     share = trace.topk.shape[2] / E  # of the tokens, that an expert has in the mean
 
     def layer(l: int, deadline: float) -> np.ndarray:
-        start = dealt(profile.P[l], num_gpus, min(budget, E))
         tokens = tokens_of(trace.topk[:, l], E, num_gpus, sequence)
-        slots, _ = anneal_slots(
-            start, E, tokens, objective, HOT * share, COLD * share, steps, 1000 * seed + l, deadline
-        )
+        of_layer = 1000 * seed + l
+        start = placed(profile.P[l], tokens, first, num_nodes, min(budget, E), swaps, of_layer, deadline)
+        slots, _ = anneal_slots(start, E, tokens, objective, HOT * share, COLD * share, steps, of_layer, deadline)
         return (slots[:, :, None] == np.arange(E)).any(axis=1).T  # (E, G)
 
     held = np.stack(search_layers(layer, range(profile.layers), deadline or Deadline()))
@@ -107,14 +109,59 @@ def thinned(trace: RoutingTrace, most: int) -> RoutingTrace:
     return trace.of(np.arange(trace.tokens) % max(-(-trace.tokens // most), 1) == 0)
 
 
-def dealt(load: np.ndarray, num_gpus: int, size: int) -> np.ndarray:
-    """The experts of each GPU, (G, size) int64, to begin with: the hottest have copies, and all are dealt in turn.
+def placed(
+    load: np.ndarray,
+    tokens: Tokens,
+    objective: Objective,
+    num_nodes: int,
+    each: int,
+    swaps: int,
+    seed: int,
+    deadline: float,
+) -> np.ndarray:
+    """The experts of each GPU, (G, ``each``) int64, found as though each copy were an expert of its own.
 
-    An expert's copies follow each other and are at most G, so no GPU gets two of them.
+    Experts have copies by their load (E,), and a copy has the tokens of equally many neighbouring GPUs. So the load is
+    shared evenly, which the rule of `copies.choose` does not promise. Other parameters as in `slots.anneal_slots`.
     """
-    order = np.argsort(-load, kind="stable")
-    copies = replicate(load[order], num_gpus * size, most=num_gpus)
-    return np.ascontiguousarray(np.repeat(order, copies).reshape(size, num_gpus).T)
+    G, (T, k) = len(objective.near), tokens.topk.shape
+    number = replicate(load, G * each, most=G)  # of copies, (E,)
+    first, expert = np.cumsum(number) - number, np.repeat(np.arange(len(load)), number)
+    copy = first[tokens.topk] + tokens.own[:, None] * number[tokens.topk] // G  # (T, k)
+    sequences, parts = len(objective.weights), len(expert)
+    used = np.bincount((tokens.sequence[:, None] * parts + copy).ravel(), minlength=sequences * parts)
+    share = k / parts
+    gpus, _ = unions.anneal_layer(
+        dealt(load / number, expert, G),
+        unions.token_sets(copy, parts),
+        np.ascontiguousarray((objective.weights.T @ used.reshape(sequences, parts)).T),
+        G,
+        G // num_nodes,
+        objective.load_weight,
+        objective.node_weight,
+        max(T, 1),
+        unions.HOT * share,
+        unions.COLD * share,
+        swaps,
+        seed,
+        deadline,
+    )
+    return without_doubles([expert[gpus == gpu] for gpu in range(G)], np.argsort(-load / number, kind="stable"))
+
+
+def dealt(load: np.ndarray, expert: np.ndarray, num_gpus: int) -> np.ndarray:
+    """The GPU of each copy to begin with, (copies,) int64: the hottest first, all dealt in turn.
+
+    ``load`` (E,) is that of one copy, and ``expert`` (copies,) says of which expert it is.
+    """
+    gpus = np.empty(len(expert), np.int64)
+    gpus[np.argsort(-load[expert], kind="stable")] = np.arange(len(expert)) % num_gpus
+    return gpus
+
+
+def without_doubles(experts: list[np.ndarray], hottest: np.ndarray) -> np.ndarray:
+    """The experts of each GPU, (G, each) int64, with the hottest others in the place of those that it has twice."""
+    return np.array([list(dict.fromkeys([*found, *hottest]))[: len(found)] for found in experts], np.int64)
 
 
 def tokens_of(topk: np.ndarray, num_experts: int, num_gpus: int, sequence: np.ndarray) -> Tokens:

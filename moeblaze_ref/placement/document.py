@@ -32,6 +32,8 @@ SIZES = tuple(f"{model}_{gpus}" for model in ("v3", "k2") for gpus in (64, 128, 
 SMALLER = ("layers_64", "experts_64")  # half of DeepSeek-V3's layers, and of its experts
 HOME_RECORDS = {kind: DOCS / "results" / f"place_dedup_{kind}.json" for kind in HOME + SIZES + SMALLER}
 COPIES_RECORDS = {f"copies_{on}": DOCS / "results" / f"place_copies_gptoss_{on}.json" for on in ("8", "16", "2x8")}
+LARGE_COPIES = tuple(f"copies_{model}_256" for model in ("v3", "k2"))
+LARGE_COPIES_RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in LARGE_COPIES}
 # MoETuner's one node and two, as four ranks.
 ITS_RECORDS = {f"its_{on}": DOCS / "results" / f"place_moetuner_{on}.json" for on in ("one_node", "two_nodes")}
 # Several seeds of the search on each split.
@@ -59,7 +61,9 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     """
     blocks: dict[str, Callable[[], str]] = {kind: partial(_block, path) for kind, path in paths.items()}
     blocks |= {kind: partial(_home, path, findings.home) for kind, path in HOME_RECORDS.items()}
-    blocks |= {kind: partial(_home, path, findings.copies) for kind, path in COPIES_RECORDS.items()}
+    blocks |= {
+        kind: partial(_home, path, findings.copies) for kind, path in (COPIES_RECORDS | LARGE_COPIES_RECORDS).items()
+    }
     blocks |= {kind: partial(_home, path, findings.saved_by_each) for kind, path in ITS_RECORDS.items()}
     blocks |= {kind: partial(_home, path, findings.seeds) for kind, path in SEEDS_RECORDS.items()}
     blocks |= {"growth": _growth} | time_document.blocks()

@@ -55,7 +55,7 @@ class Options:
     time_limit: float = TIME_LIMIT  #: seconds of each method
     limit: float = LIMIT  #: of `joint`: a layer's fullest GPU over the mean
     steps: int = annealing.STEPS  #: of the annealing, in `joint` and `exflow`
-    swaps: int = SWAPS  #: of `dedup`, in a layer
+    swaps: int = SWAPS  #: of `dedup`, in a layer, and of the first search of `dedup-copies`
     copy_steps: int = dedup_copies.STEPS  #: of `dedup-copies`, in a layer
     budget: int | None = None  #: experts of a layer on a GPU, where experts have copies; by default E / G and one more
     nodes: int | None = None  #: by which EPLB packs; by default those of the links
@@ -176,9 +176,9 @@ def _dedup(sample: Profile, on: Cluster, options: Options) -> Fitted:
 
 
 def _dedup_copies(sample: Profile, on: Cluster, options: Options) -> Fitted:
-    G, nodes, steps, seed = on.num_gpus, on.num_nodes, options.copy_steps, options.seed
+    G, nodes, steps, swaps, seed = on.num_gpus, on.num_nodes, options.copy_steps, options.swaps, options.seed
     budget, search = options.experts_per_gpu(sample.E, G), dedup_copies.dedup_copies
-    return _searched(options, lambda deadline: search(sample, G, budget, nodes, steps, seed, deadline))
+    return _searched(options, lambda deadline: search(sample, G, budget, nodes, steps, swaps, seed, deadline))
 
 
 METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {

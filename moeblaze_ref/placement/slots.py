@@ -100,16 +100,18 @@ def value(slots, num_experts, tokens, objective):
 
 
 @numba.njit(cache=True, nogil=True)
-def _step(slots, held):
+def _step(slots, held, T):
     """A random step: slot i of GPU g, and slot j of GPU h or ``NO_SLOT`` for another expert's copy, and its expert.
 
-    The first GPU is ``NO_SLOT`` if the step is not possible.
+    Every other step is of the fullest GPU of a random sample. The first GPU is ``NO_SLOT`` if the step is not possible.
     """
     G, each = slots.shape
     g, i, h, j = np.random.randint(G), np.random.randint(each), np.random.randint(G), np.random.randint(each)
+    if np.random.random() < 0.5:
+        h = T[np.random.randint(len(T))].argmax()
     e, f = slots[g, i], slots[h, j]
     if np.random.random() < 0.5:
-        h, f = NO_SLOT, np.random.randint(len(held))
+        h = NO_SLOT
         possible = size(held[e]) > 1
     else:
         possible = g != h and not has(held, e, h)
@@ -215,7 +217,7 @@ def anneal_slots(slots, num_experts, tokens, objective, hot, cold, steps, seed, 
     for s in range(steps):
         if s % CLOCK == 0 and now() > deadline:
             break
-        g, i, h, j, f = _step(slots, held)
+        g, i, h, j, f = _step(slots, held, T)
         if g == NO_SLOT:
             continue
         e = slots[g, i]

@@ -9,6 +9,7 @@ import pytest
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.placement import (
     baselines,
+    bits,
     copies,
     dedup,
     dedup_copies,
@@ -236,20 +237,33 @@ def skewed():
     return RoutingTrace(topk, E, seq)
 
 
-def of_layer(skewed, nodes=2, load_weight=3.0):
+def of_layer(skewed, nodes=2, load_weight=3.0, swaps=0):
     """(where to begin, what a search reads) of the first layer."""
     sequence, weights = dedup.sample_weights(skewed, 6, 2.0, 0)
     tokens = dedup_copies.tokens_of(skewed.topk[:, 0], E, G, sequence)
-    start = dedup_copies.dealt(trace.profile(skewed).P[0], G, SIZE)
-    return (
-        start,
-        tokens,
-        slots.Objective(copies.neighbours(G, nodes), weights * G, 0.5 if nodes > 1 else 0.0, load_weight),
-    )
+    objective = slots.Objective(copies.neighbours(G, nodes), weights * G, 0.5 if nodes > 1 else 0.0, load_weight)
+    load = trace.profile(skewed).P[0]
+    return dedup_copies.placed(load, tokens, objective, nodes, SIZE, swaps, 0, np.inf), tokens, objective
 
 
 def held_of(found):
     return (found[:, :, None] == np.arange(E)).any(axis=1).T
+
+
+def test_steps_put_no_expert_twice_on_a_gpu_and_take_no_last_copy(skewed):
+    found, _, objective = of_layer(skewed)
+    held, T = bits.packed(held_of(found)), np.array([[0.5, 0.5, 2.5, 0.5]])
+    steps = [slots._step(found, held, T) for _ in range(4000)]
+    possible, fullest = [step for step in steps if step[0] != slots.NO_SLOT], 0
+    for g, i, h, j, f in possible:
+        e = found[g, i]
+        assert f not in found[g] and e != f
+        if h == slots.NO_SLOT:
+            assert (found == e).sum() > 1
+        else:
+            assert f == found[h, j] and e not in found[h]
+        fullest += h == 2 or (h == slots.NO_SLOT and f in found[2])
+    assert len(possible) > 400 and fullest > 0.5 * len(possible)  # every other one is of the fullest GPU
 
 
 @pytest.mark.parametrize("steps", [0, 40, 2500])
@@ -302,10 +316,53 @@ def test_a_layer_after_the_deadline_stays_as_it_was(skewed):
     assert change == 0
 
 
-def test_the_hottest_experts_are_dealt_to_several_gpus():
-    found = dedup_copies.dealt(np.array([100.0, 1, 2, 3, 60, 5]), 4, 3)
-    assert found.shape == (4, 3) and all(len(set(gpu)) == 3 for gpu in found.tolist())
-    np.testing.assert_array_equal(np.bincount(found.ravel()), [4, 1, 1, 1, 4, 1])
+# The search that places copies as though they were experts -----------------------------------------------------------
+
+
+def test_the_hottest_copies_are_dealt_to_gpus_in_turn():
+    found = dedup_copies.dealt(np.array([5.0, 9.0, 1.0]), np.array([0, 0, 1, 1, 1, 2]), 4)
+    assert found.tolist() == [3, 0, 0, 1, 2, 1] and found.dtype == np.int64
+
+
+def test_another_expert_takes_the_place_of_a_second_copy_on_a_gpu():
+    found = dedup_copies.without_doubles(
+        [np.array([0, 0, 3]), np.array([1, 2, 2]), np.array([4, 5, 1])], np.array([2, 0, 1, 3, 4, 5])
+    )
+    assert found.tolist() == [[0, 3, 2], [1, 2, 0], [4, 5, 1]]
+
+
+def test_a_copy_has_the_tokens_of_equally_many_neighbouring_gpus(skewed, monkeypatch):
+    searched, orders = [], []
+    real, filled = dedup_copies.unions.anneal_layer, dedup_copies.without_doubles
+    monkeypatch.setattr(dedup_copies.unions, "anneal_layer", lambda *asked: searched.append(asked) or real(*asked))
+    monkeypatch.setattr(dedup_copies, "without_doubles", lambda *asked: orders.append(asked[1]) or filled(*asked))
+    _, tokens, objective = of_layer(skewed)
+    load = np.array([40, 3, 20, *[1] * (E - 3)])
+    dedup_copies.placed(load, tokens, objective, 2, SIZE + 1, 30, 0, np.inf)
+    gpus, sets, loads, num_gpus, per_node, load_weight, node_weight, count, *_ = searched[1]
+    assert (num_gpus, per_node, load_weight, node_weight, count) == (G, G // 2, 3.0, 0.5, skewed.tokens)
+    number = baselines.replicate(load, G * (SIZE + 1), most=G)
+    assert set(number) == {1, 3, 4}
+    assert (np.diff((load / number)[orders[1]]) <= 0).all()
+    expected = {(e, i): set() for e in range(E) for i in range(number[e])}
+    for t, experts in enumerate(skewed.topk[:, 0].tolist()):
+        for e in experts:
+            expected[e, (t % G) * number[e] // G].add(t)
+    bits = np.unpackbits(sets.view(np.uint8), axis=1, bitorder="little")
+    assert [set(np.flatnonzero(row)) for row in bits] == list(expected.values())
+    rows = np.array([[sum(skewed.seq[t] == q for t in of) for q in range(16)] for of in expected.values()])
+    np.testing.assert_allclose(loads, rows @ objective.weights)
+    np.testing.assert_array_equal(np.bincount(gpus), [SIZE + 1] * G)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_copies_that_are_placed_visit_fewer_gpus(skewed, nodes):
+    dealt, tokens, objective = of_layer(skewed, nodes)
+    placed, _, _ = of_layer(skewed, nodes, swaps=3000)
+    for found in (dealt, placed):
+        assert all(len(set(gpu)) == SIZE for gpu in found.tolist()) and set(found.ravel()) == set(range(E))
+    before, after = (slots.value(found, E, tokens, objective) for found in (dealt, placed))
+    assert after[1] + 0.5 * (nodes > 1) * after[2] < before[1] + 0.5 * (nodes > 1) * before[2] - 0.2
 
 
 # The method -----------------------------------------------------------------------------------------------------------
@@ -344,7 +401,7 @@ def test_more_weight_on_the_load_gives_a_more_even_load(skewed, monkeypatch):
 
 def test_the_same_seed_finds_the_same_map_bit_for_bit(skewed):
     counted = trace.profile(skewed)
-    found = [dedup_copies.dedup_copies(counted, G, SIZE, 2, 300, seed).held for seed in (1, 1, 2)]
+    found = [dedup_copies.dedup_copies(counted, G, SIZE, 2, 300, 300, seed).held for seed in (1, 1, 2)]
     assert (found[0] == found[1]).all() and (found[0] != found[2]).any()
 
 
@@ -371,6 +428,7 @@ def test_a_budget_of_all_experts_needs_no_choice(skewed):
         ((G, 4, 3), "num_nodes is 3, but it must divide the 4 GPUs"),
         ((13, 4), "num_gpus is 13, but there are only 12 experts"),
         ((G, 4, 1, -1), "steps is -1"),
+        ((G, 4, 1, 0, -1), "swaps is -1"),
     ],
 )
 def test_bad_input_of_the_search_is_refused(skewed, arguments, message):

@@ -49,7 +49,13 @@ def record():
 def test_the_page_is_what_the_records_give():
     text = "".join(page.read_text() for page in document.PAGES)
     assert unmarked(document.fill(text)) == unmarked(text)
-    kinds = (*document.RECORDS, *document.HOME_RECORDS, *document.COPIES_RECORDS, "growth")
+    kinds = (
+        *document.RECORDS,
+        *document.HOME_RECORDS,
+        *document.COPIES_RECORDS,
+        *document.LARGE_COPIES_RECORDS,
+        "growth",
+    )
     assert all(text.count(f"<!-- begin {kind} -->") == 1 for kind in kinds)
 
 
