@@ -38,6 +38,7 @@ from moeblaze_ref.verify import landlock, seccomp, starts
 POLL_SECONDS = 0.1  # between two looks at memory and processes, unless there are many more processes before
 WAKE_SECONDS = 0.005  # between two looks at whether the process has ended, and at how many processes the machine has
 NO_NETWORK = "no network, and no other calls that act on other processes (seccomp)"
+OVER = "there is no verdict after {seconds:g} seconds, the limit: does a loop never end?"
 KILL_SECONDS = 30  # that the kernel may take to end killed processes
 MOST_SENT = 16 * MIB  # bytes through the pipe
 RESIDENT_BYTES = 8 * GIB  # unless the machine has less than twice that
@@ -58,7 +59,7 @@ def half_of_memory() -> int:
 class Limits(NamedTuple):
     """Limits of the resources that code may use."""
 
-    #: Of time. Each process may use as many of CPU time on every core.
+    #: Of time. Each process may use as many of CPU time on every core: more, and the time is over too.
     seconds: float
     #: Memory that the process and its descendants hold together, looked at every `POLL_SECONDS`. Files in memory, of
     #: ``memfd_create`` and of /dev/shm, count too.
@@ -109,6 +110,8 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
             told, status = _watch(child, reading, listener, limits, list(gone))
         finally:
             _end(child, children)
+    if status == -signal.SIGXCPU:
+        raise TimeoutError(OVER.format(seconds=limits.seconds))
     first, _, sent = told.partition(b"\n")
     return Ended(sent, status, (*refused, *json.loads(first or b"[]")))
 
@@ -217,7 +220,7 @@ def _confine(pipe: int, channel: socket.socket, limits: Limits, folder: str, wat
         "no signals to other processes (Landlock of Linux 6.12)": landlock.keep_signals_inside,
         NO_NETWORK: seccomp.refuse_calls,
         "processes that are counted before they start (seccomp of Linux 5.19)": partial(starts.hand_over, channel),
-        "a limit of CPU time (RLIMIT_CPU)": partial(_lower, resource.RLIMIT_CPU, cpu_seconds),
+        "a limit of CPU time (RLIMIT_CPU)": partial(_lower, resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1),
         "a limit of file sizes (RLIMIT_FSIZE)": partial(_lower, resource.RLIMIT_FSIZE, limits.file_bytes),
         "no core dumps (RLIMIT_CORE)": partial(_lower, resource.RLIMIT_CORE, 0),
     }
@@ -237,12 +240,18 @@ def _end_with(parent: int, number: signal.Signals) -> bool:
     return done
 
 
-def _lower(kind: int, most: int) -> bool:
-    """Set a limit of the process, unless it has a lower one, which it may not raise."""
+def _lower(kind: int, most: int, at_last: int | None = None) -> bool:
+    """Set a limit of the process, unless it has a lower one, which it may not raise.
+
+    A process that uses more CPU time than ``most`` gets SIGXCPU. It is killed above ``at_last``, by default the same.
+    """
     _, hard = resource.getrlimit(kind)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    soft, hard = (
+        limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        for limit in (most, most if at_last is None else at_last)
+    )
     try:
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(kind, (soft, hard))
     except (OSError, ValueError):
         return False
     return True
@@ -292,9 +301,7 @@ def _watch(child: int, reading: int, listener: int | None, limits: Limits, gone:
         if any(source in ready for source in gone):
             raise ConnectionAbortedError("the process that asked has ended")
         if time.monotonic() >= deadline:
-            raise TimeoutError(
-                f"there is no verdict after {limits.seconds:g} seconds, the limit: does a loop never end?"
-            )
+            raise TimeoutError(OVER.format(seconds=limits.seconds))
         places = starts.allow(listener, places)
         starting = not places and starts.asked(listener)
         now, processes = time.monotonic(), _processes_of_machine()

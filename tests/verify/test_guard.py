@@ -579,14 +579,23 @@ def test_limits_that_the_kernel_itself_holds(capfd):
     ask = (
         "rlimit cpu, file, core;"
         "getrlimit(RLIMIT_CPU, &cpu); getrlimit(RLIMIT_FSIZE, &file); getrlimit(RLIMIT_CORE, &core);"
-        'printf("cpu %ld file %ld core %ld\\n", (long)cpu.rlim_max, (long)file.rlim_max, (long)core.rlim_max);'
+        'printf("cpu %ld, %ld ", (long)cpu.rlim_cur, (long)cpu.rlim_max);'
+        'printf("file %ld core %ld\\n", (long)file.rlim_max, (long)core.rlim_max);'
         'int big = open("big", O_CREAT | O_RDWR, 0600);'
         'printf("larger: %d\\n", posix_fallocate(big, 0, 200ul << 20) == EFBIG);'
     )
     includes = "#include <cerrno>\n#include <cstdio>\n#include <fcntl.h>\n#include <sys/resource.h>\n"
     assert not check(combine_that(ask, includes), guard.Limits(60, file_bytes=100 << 20)).first_problem
     printed = capfd.readouterr().err
-    assert f"cpu {60 * os.cpu_count() + 1} file {100 << 20} core 0" in printed and "larger: 1" in printed
+    seconds = 60 * os.cpu_count() + 1
+    assert f"cpu {seconds}, {seconds + 1} file {100 << 20} core 0" in printed and "larger: 1" in printed
+
+
+def test_a_process_that_has_used_its_cpu_time_is_out_of_time(monkeypatch):
+    """As where a busy machine lets the kernel run, and not the process that watches the time."""
+    monkeypatch.setattr(in_subprocess, "_supervise", hostile.supervise_with_a_clock_that_stands)
+    with pytest.raises(TimeoutError, match="there is no verdict after 10 seconds, the limit"):
+        check(combine_that("for (;;) {}", SYSTEM), guard.Limits(10))
 
 
 def test_limits_that_are_lower_already_stay(tmp_path):
