@@ -205,6 +205,15 @@ def test_copies_are_no_fuller_than_eplbs_and_send_less_in_every_split():
             assert ours["distinct_nodes"] < theirs["distinct_nodes"] or found["topology"] == "nvlink"
 
 
+@pytest.mark.parametrize(("kind", "is_fuller"), [("copies_v3_256", False), ("copies_k2_256", True)])
+def test_copies_on_many_gpus_send_less_than_eplbs_and_are_as_full_as_the_page_says(kind, is_fuller):
+    rows = {row["method"]: row for row in document.load(document.LARGE_COPIES_RECORDS[kind])["rows"]}
+    ours, theirs = rows["dedup-copies"], rows["eplb-replicas"]
+    assert 0.95 * theirs["distinct_gpus"] < ours["distinct_gpus"] < theirs["distinct_gpus"] and not ours["cut"]
+    assert ours["distinct_nodes"] < 0.8 * theirs["distinct_nodes"]
+    assert (ours["balance_mean"] > theirs["balance_mean"]) == is_fuller
+
+
 def test_the_growth_stands_beside_eplb():
     rows = [home_trial("eplb", None, 4.0, 1.1, 50.0), home_trial("dedup", None, 3.0, 1.12, 49.0)]
     found = [{"expand": "2x64x8", "gpus": 64, "peak_bytes": 2**30, "rows": rows}]
