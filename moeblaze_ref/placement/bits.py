@@ -29,7 +29,7 @@ def _population(typing, word):
 @numba.njit(cache=True, nogil=True, inline="always")
 def bits_set(word):
     """The number of bits of a word (uint64) that are 1, int64."""
-    return np.int64(_population(word))  # type: ignore[call-arg]
+    return np.int64(_population(word))  # type: ignore[call-arg]  # Numba itself passes `typing`
 
 
 @numba.njit(cache=True, nogil=True)
