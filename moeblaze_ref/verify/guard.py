@@ -38,7 +38,6 @@ from moeblaze_ref.verify import landlock, seccomp, starts
 POLL_SECONDS = 0.1  # between two looks at memory and processes, unless there are many more processes before
 WAKE_SECONDS = 0.005  # between two looks at whether the process has ended, and at how many processes the machine has
 NO_NETWORK = "no network, and no other calls that act on other processes (seccomp)"
-OVER = "there is no verdict after {seconds:g} seconds, the limit: does a loop never end?"
 KILL_SECONDS = 30  # that the kernel may take to end killed processes
 MOST_SENT = 16 * MIB  # bytes through the pipe
 RESIDENT_BYTES = 8 * GIB  # unless the machine has less than twice that
@@ -111,7 +110,7 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
         finally:
             _end(child, children)
     if status == -signal.SIGXCPU:
-        raise TimeoutError(OVER.format(seconds=limits.seconds))
+        raise _out_of_time(limits)
     first, _, sent = told.partition(b"\n")
     return Ended(sent, status, (*refused, *json.loads(first or b"[]")))
 
@@ -282,6 +281,10 @@ def _prctl(option: int, value: int = 0) -> int:
 # ---- from outside --------------------------------------------------------------------------------
 
 
+def _out_of_time(limits: Limits) -> TimeoutError:
+    return TimeoutError(f"there is no verdict after {limits.seconds:g} seconds, the limit: does a loop never end?")
+
+
 def _watch(child: int, reading: int, listener: int | None, limits: Limits, gone: list[Any]) -> tuple[bytes, int]:
     """Collect what the process sends until it ends, or breaks a limit. Returns that, and how it ended."""
     os.set_blocking(reading, False)
@@ -301,7 +304,7 @@ def _watch(child: int, reading: int, listener: int | None, limits: Limits, gone:
         if any(source in ready for source in gone):
             raise ConnectionAbortedError("the process that asked has ended")
         if time.monotonic() >= deadline:
-            raise TimeoutError(OVER.format(seconds=limits.seconds))
+            raise _out_of_time(limits)
         places = starts.allow(listener, places)
         starting = not places and starts.asked(listener)
         now, processes = time.monotonic(), _processes_of_machine()
