@@ -16,7 +16,7 @@ from moeblaze_ref.core import documents
 from moeblaze_ref.core.paths import DOCS
 
 PAGE = DOCS / "plan.md"
-RECORD = DOCS / "results" / "plan_h100.json"
+RECORD = DOCS / "results" / "plan_h200.json"
 COLUMNS = 100
 _COMMAND = re.compile(r"```text\nmoeblaze (.*)\n```\n\n<!-- begin (\w+) -->")
 

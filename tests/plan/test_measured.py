@@ -7,7 +7,7 @@ import pytest
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.plan.measure import Case, planned, planned_peaks
 
-ROWS = json.loads((DOCS / "results" / "plan_h100.json").read_text())["rows"]
+ROWS = json.loads((DOCS / "results" / "plan_h200.json").read_text())["rows"]
 
 
 def name_of(row):

@@ -37,7 +37,7 @@ from moeblaze_ref.runtime.ceilings import Ceilings, Cost
 
 T = TypeVar("T")
 ACTIVATIONS = "activations"
-RECORD = DOCS / "results" / "plan_h100.json"
+RECORD = DOCS / "results" / "plan_h200.json"
 H200 = Ceilings(PEAK_FLOPS["bf16 tensor cores"] / 1e3, HBM_BYTES_PER_SECOND / 1e3)  # by its data sheet
 
 # A recorded step -----------------------------------------------------------------------------------------------------
