@@ -205,8 +205,8 @@ def constants(measured: Found) -> str:
 
 
 def allowed(found: Found) -> list[str]:
-    """A line of a list on the time that each of `moetuner`'s programs had, in records that say it."""
-    return [f"- time limit: {found['time_limit']:g} s each program"] if "time_limit" in found else []
+    """A line of a list on the time that a method had for a split, in records that say it."""
+    return [f"- time limit: {found['time_limit']:g} s for a method on a split"] if "time_limit" in found else []
 
 
 def _row(found: Found, method: str) -> Found:

