@@ -58,7 +58,7 @@ def plan(
         if expert == 1 and (trace is not None or zipf is not None):
             raise ValueError(f"expert is {expert}, but a trace and zipf say how unevenly several GPUs get rows")
         uneven = skew.of_run(even, trace, zipf)
-        run = replace(even, imbalance=uneven.worst)
+        run = replace(even, imbalances=uneven.worst)
         checks.check_within("overhead", overhead, 0, 1)
         if sweep:
             checks.check_name("sweep", sweep, sweeps.AXES)
@@ -66,7 +66,7 @@ def plan(
                 raise ValueError("--sweep draws a plot: it needs a folder, --plots")
         if plots:
             _check_folder(plots, sweep, force)
-        found = advice.changes(run, imbalance=lambda other: skew.of_run(other, trace, zipf).worst)
+        found = advice.changes(run, imbalances=lambda other: skew.of_run(other, trace, zipf).worst)
     shown = functools.partial(report.tables, run, found, uneven, overhead)
     show(as_json, report.as_json(run, found, uneven, overhead), shown, indent=2)
     if plots:

@@ -10,6 +10,9 @@ from moeblaze_ref.plan.flops import forward_flops, part_flops
 from moeblaze_ref.plan.parts import Part
 from moeblaze_ref.plan.recipes import RECIPES
 from moeblaze_ref.plan.run import OFFLOADS, Run
+from moeblaze_ref.plan.shares import Parallel
+
+Imbalances = Callable[[Run], tuple[float, ...]]
 
 TERA = 10**12
 TWICE = "twice the GPUs"
@@ -33,7 +36,7 @@ class Change:
     cost: str  #: what a GPU does more in a step
 
 
-def changes(run: Run, most: int = 5, imbalance: Callable[[Run], float] | None = None) -> list[Change]:
+def changes(run: Run, most: int = 5, imbalances: Imbalances | None = None) -> list[Change]:
     """The changes that lower the peak, the best first.
 
     Parameters
@@ -41,25 +44,25 @@ def changes(run: Run, most: int = 5, imbalance: Callable[[Run], float] | None = 
     run : Run
     most : int
         Changes to return.
-    imbalance : function, optional
-        Gives the imbalance of a changed run. Default: that of ``run``.
+    imbalances : function, optional
+        Gives the imbalances of a changed run. Default: those of ``run``.
 
     Returns
     -------
     list of Change
     """
     before = run.worst.peak.bytes
-    possible = _possible(run, imbalance or (lambda other: run.imbalance))
+    possible = _possible(run, imbalances or (lambda other: run.imbalances))
     found = [Change(what, before - other.worst.peak.bytes, cost) for what, other, cost in possible]
     return sorted((one for one in found if one.saved > LEAST * before), key=lambda one: -one.saved)[:most]
 
 
-def _possible(run: Run, imbalance: Callable[[Run], float]) -> Iterator[tuple[str, Run, str]]:
+def _possible(run: Run, imbalances: Imbalances) -> Iterator[tuple[str, Run, str]]:
     """Yield each changed run that can be counted."""
     for what, fields, cost in _candidates(run):
         try:
             other = replace(run, **fields)
-            other = replace(other, imbalance=imbalance(other))
+            other = replace(other, imbalances=imbalances(other))
             if other.worst:
                 yield what, other, cost
         except ValueError:  # the model cannot be divided, checkpointed or computed so
@@ -78,6 +81,11 @@ def _candidates(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield f"--zero {more.zero}", {"parallel": more}, _of_zero(run, more.zero)
     if parallel.zero:
         yield f"--data {2 * parallel.data}", {"parallel": replace(parallel, data=2 * parallel.data)}, TWICE
+    if parallel.data == 1:
+        more = replace(parallel, data=2, zero=3)
+        yield "--data 2 --zero 3", {"parallel": more}, f"{TWICE}, {_received(run, run.worst.whole_weights)}"
+    more = replace(parallel, pipeline=2 * parallel.pipeline)
+    yield f"--pipeline {more.pipeline}", {"parallel": more}, _of_pipeline(run, more)
     if any(isinstance(part, GroupedExperts) for part in run.model.parts):
         more = replace(parallel, data=2 * parallel.data, expert=2 * parallel.expert)
         yield f"--data {more.data} --expert {more.expert}", {"parallel": more}, f"{TWICE}, and routed rows are sent"
@@ -121,11 +129,21 @@ def _computed(run: Run, parts: Sequence[Part], share: float = 1.0) -> str:
     return f"{on_gpu / TERA:,.1f} TFLOP more, {flops / (3 * forward_flops(run.model, run.step)):.0%}"
 
 
+def _of_pipeline(run: Run, parallel: Parallel) -> str:
+    """The cost of more stages: what a stage sends on, and how long it waits."""
+    sent = 2 * parallel.micro_batches * run.worst.stream / GB
+    return f"{TWICE}, {sent:,.2f} GB sent; each stage waits {parallel.bubble:.0%} of a step"
+
+
+def _received(run: Run, weights: int) -> str:
+    return f"{2 * run.parallel.micro_batches * weights / GB:,.1f} GB of weights received"
+
+
 def _of_zero(run: Run, stage: int) -> str:
     """The cost of ZeRO's next stage: sums of gradients for each micro batch, weights for each forward and backward."""
     batches = run.parallel.micro_batches
     if stage == 3:
-        return f"{2 * batches * run.worst.divided_weights / GB:,.1f} GB of weights received"
+        return _received(run, run.worst.divided_weights)
     return "none" if stage == 1 or batches == 1 else f"gradients are summed {batches} times, not once"
 
 

@@ -18,6 +18,7 @@ from moeblaze_ref.plan.towers import next_token_parameters, vision_parameters
 
 MODELS = Path(__file__).parent / "models"
 MOST_LAYERS = 10_000
+CHUNKED, FULL, SLIDING = "chunked_attention", "full_attention", "sliding_attention"
 NEXT_TOKENS = "modules that predict further tokens (num_nextn_predict_layers)"
 VISION = "vision tower (vision_config)"
 QUANTIZED = "The file has a quantization_config; counted are the bytes of the recipe, not those of the file's weights."
@@ -122,7 +123,7 @@ def _qwen3(config: Fields, name: str) -> Model:
     norms = Norm(width, heads, name="q_norm"), Norm(width, kv_heads, name="k_norm")
     bias = config.flag("attention_bias", False)
     attention = Attention(d, heads, kv_heads, width, bias, bias, norms)
-    E, k = _choice(config, "num_experts" if config.has("num_experts") else "num_local_experts")
+    E, k = _choice(config, "num_local_experts" if config.has("num_local_experts") else "num_experts")
     router = Router(d, E, k, renormalize=config.flag("norm_topk_prob", False))
     experts = GroupedExperts(d, config.size("moe_intermediate_size"), E, k)
     layer = norm, attention, norm, router, experts
@@ -151,14 +152,20 @@ def _latent_attention(config: Fields, d: int) -> LatentAttention:
         raise ValueError(
             f"{config.where}: num_key_value_heads is {kv_heads}, but latent attention has one for each of {heads} heads"
         )
+    plain, turned, values = (config.size(f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
+    if values == plain + turned:
+        raise ValueError(
+            f"{config.where}: v_head_dim is {values}, but only another width than that of the keys, qk_nope_head_dim + "
+            "qk_rope_head_dim, is counted"
+        )
     return LatentAttention(
         d,
         heads,
         config.size("q_lora_rank") if config.has("q_lora_rank") else None,
         config.size("kv_lora_rank"),
-        config.size("qk_nope_head_dim"),
-        config.size("qk_rope_head_dim"),
-        config.size("v_head_dim"),
+        plain,
+        turned,
+        values,
     )
 
 
@@ -241,7 +248,7 @@ def _llama4(config: Fields, name: str) -> Model:
     )
     bias, chunk = config.flag("attention_bias", False), config.size("attention_chunk_size", 8192)
 
-    def attention(turned: bool) -> Attention:
+    def attention(turned: bool, kind: str) -> Attention:
         return Attention(
             d,
             heads,
@@ -251,7 +258,7 @@ def _llama4(config: Fields, name: str) -> Model:
             bias,
             norms if turned and config.flag("use_qk_norm", True) else (),
             scales=not turned and config.flag("attn_temperature_tuning", True),
-            chunk=chunk if turned else None,
+            chunk=chunk if kind == CHUNKED else None,
         )
 
     (E, k), h = _choice(config, "num_local_experts"), config.size("intermediate_size")
@@ -260,10 +267,12 @@ def _llama4(config: Fields, name: str) -> Model:
     dense = (Mlp(d, config.size("intermediate_size_mlp")),)
     every = config.size("no_rope_layer_interval", 4)
     turned = config.switches("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(count)])
+    kinds = config.names("layer_types", LAYER_TYPES["llama4_text"], [CHUNKED if one else FULL for one in turned])
     step = config.size("interleave_moe_layer_step", 1)
     sparse = config.some("moe_layers", count, list(range(step - 1, count, step)))
     layers: list[tuple[Part, ...]] = [
-        (norm, attention(bool(turned[layer])), norm, *(moe if layer in sparse else dense)) for layer in range(count)
+        (norm, attention(bool(turned[layer]), kinds[layer]), norm, *(moe if layer in sparse else dense))
+        for layer in range(count)
     ]
     return _model(config, name, Rotary(width // 2, as_complex=True), layers, norm)
 
@@ -279,6 +288,8 @@ READERS: dict[str, Callable[[Fields, str], Model]] = {
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama4,
 }
+#: Of models whose layers differ; gpt-oss's two kinds keep the same tensors.
+LAYER_TYPES = {"gpt_oss": (SLIDING, FULL), "llama4_text": (CHUNKED, FULL)}
 
 
 def read(fields: dict[str, Any], name: str, where: str = "") -> Model:
@@ -293,7 +304,9 @@ def read(fields: dict[str, Any], name: str, where: str = "") -> Model:
     text = _text_of(outer, fields)
     config = Fields(text, where or name)
     config.only(hidden_act="silu", attention_dropout=0.0, output_router_logits=False)
-    model = READERS[config.name("model_type", tuple(READERS))](config, name)
+    kind = config.name("model_type", tuple(READERS))
+    config.names("layer_types", LAYER_TYPES.get(kind, (FULL,)), [FULL] * _layers(config))
+    model = READERS[kind](config, name)
     if outer.has("quantization_config") or config.has("quantization_config"):
         model = replace(model, notes=(QUANTIZED,))
     return _with_tower(model, fields["vision_config"]) if fields.get("vision_config") else model

@@ -64,6 +64,18 @@ class Fields:
             raise ValueError(f"{self.where}: {name} is {value!r}, but it must be a list of {len(default)}, each 0 or 1")
         return value
 
+    def names(self, name: str, allowed: tuple[str, ...], default: list[str]) -> list[str]:
+        """One of some names for each layer."""
+        value = self._get(name, default)
+        if not isinstance(value, list) or len(value) != len(default):
+            raise ValueError(f"{self.where}: {name} is {value!r}, but it must be a list of {len(default)} names")
+        for layer, one in enumerate(value):
+            if one not in allowed:
+                raise ValueError(
+                    f"{self.where}: {name}[{layer}] is {one!r}, but it must be one of {', '.join(allowed)}"
+                )
+        return value
+
     def some(self, name: str, count: int, default: list[int]) -> list[int]:
         """The numbers of some layers."""
         value = self._get(name, default)

@@ -19,7 +19,6 @@ from moeblaze_ref.nn import replace_moe_blocks, system
 from moeblaze_ref.plan import configs, recorded
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.run import Run, Stage
-from moeblaze_ref.plan.timeline import PHASES
 from moeblaze_ref.plan.torch_models import built, kept_storages, loss_of
 
 KERNELS = {
@@ -97,10 +96,7 @@ def planned(case: Case, sequence: int) -> Stage:
 
 def planned_peaks(stage: Stage) -> dict[str, int]:
     """The most bytes of each phase."""
-    found = dict.fromkeys(PHASES, 0)
-    for instant in stage.timeline:
-        found[instant.phase] = max(found[instant.phase], instant.bytes)
-    return found
+    return {phase: instant.bytes for phase, instant in stage.peaks.items()}
 
 
 def put(model: nn.Module, experts: str) -> None:

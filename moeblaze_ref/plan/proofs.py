@@ -47,7 +47,8 @@ def _weights(run: Run) -> bool:
     """Weights and gradients on each rank, as torch divides them.
 
     FSDP2 has no bfloat16 weights beside float32 ones: of such a recipe the sum alone is compared. Routers' biases of
-    the choice, which nothing trains, are not compared.
+    the choice, which nothing trains, are not compared. ZeRO 1 divides states as ZeRO 2 does; torch's own gives whole
+    tensors to ranks, so only the sum is compared with it.
     Tests: test_one_gpu_holds_what_is_planned, test_zero_1_divides_the_same_states_as_torch,
     test_zero_2_divides_gradients_and_states_as_fsdp1_does, test_zero_3_is_fsdp2_on_every_rank,
     test_fsdp2_holds_what_zero_3_plans, test_each_stage_holds_what_torch_holds, test_a_rank_holds_what_is_planned,

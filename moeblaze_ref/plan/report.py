@@ -1,6 +1,9 @@
 """A run's plan as tables for a terminal and as JSON."""
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +21,9 @@ from moeblaze_ref.plan.checkpoints import CHECKPOINTS
 from moeblaze_ref.plan.flops import forward_flops
 from moeblaze_ref.plan.proofs import proof
 from moeblaze_ref.plan.run import Run, Stage
-from moeblaze_ref.plan.skew import Unevenness
+from moeblaze_ref.plan.skew import EVEN, Unevenness
+from moeblaze_ref.plan.timeline import Instant
 
-EVEN = Unevenness("spread evenly", (1.0,))
 CAPACITIES = (24, 48, 80, 96, 141, 192)  # GB, as the makers of GPUs print them
 OVERHEAD = 0.05  # of the peak: what an allocator adds, and the context of CUDA; an assumption
 
@@ -34,8 +37,8 @@ def as_json(
     -------
     dict
         {model, parameters, beside, gpus, step, recipe, ..., notes, stages: [{stage, layers, in_flight, resident, kept,
-        host_bytes, peak: {phase, where, bytes, by_kind}, known_by}], worst, with_overhead_bytes,
-        changes: [{change, saved_bytes, cost}]}. Bytes are ints.
+        host_bytes, peak: {phase, where, bytes, by_kind}, peaks: [one of each phase], known_by}], worst,
+        with_overhead_bytes, changes: [{change, saved_bytes, cost}]}. Bytes are ints.
     """
     parallel, step = run.parallel, run.step
     return {
@@ -51,7 +54,7 @@ def as_json(
         "checkpoint": run.checkpoint,
         "offload": list(run.offload),
         "imbalance": run.imbalance,
-        "imbalances": {"source": uneven.source, "batches": list(uneven.batches)},
+        "imbalances": {"source": uneven.source, "batches": [list(one) for one in uneven.batches]},
         "bubble": parallel.bubble,
         "forward_flops": forward_flops(run.model, step),
         "notes": notes(run),
@@ -63,7 +66,7 @@ def as_json(
 
 
 def _stage_as_json(stage: Stage) -> dict[str, Any]:
-    peak = stage.peak
+    kinds = dict.fromkeys(kind for instant in stage.peaks.values() for kind in instant.held)
     return {
         "stage": stage.number,
         "layers": [stage.first_layer, stage.first_layer + len(stage.model.layers)],
@@ -72,9 +75,14 @@ def _stage_as_json(stage: Stage) -> dict[str, Any]:
         "gradients": sum(one.gradients for one in stage.work),
         "kept": dict(stage.kept),
         "host_bytes": stage.offloaded,
-        "peak": {"phase": peak.phase, "where": peak.where, "bytes": peak.bytes, "by_kind": dict(peak.held)},
-        "known_by": {kind: proof(stage.run, kind) for kind in peak.held},
+        "peak": _instant_as_json(stage.peak),
+        "peaks": [_instant_as_json(instant) for instant in stage.peaks.values()],
+        "known_by": {kind: proof(stage.run, kind) for kind in kinds},
     }
+
+
+def _instant_as_json(instant: Instant) -> dict[str, Any]:
+    return {"phase": instant.phase, "where": instant.where, "bytes": instant.bytes, "by_kind": dict(instant.held)}
 
 
 def with_overhead(run: Run, overhead: float = OVERHEAD) -> int:
@@ -118,26 +126,29 @@ def _headline(run: Run) -> Text:
 
 
 def peak_table(run: Run) -> Table:
-    """One row for each kind of bytes at the peak of the fullest GPU, the largest first."""
+    """One row for each kind of bytes on the fullest GPU: at the peak of the step, and at that of each phase."""
     stage = run.worst
-    peak = stage.peak
+    peak, phases = stage.peak, stage.peaks
     where = f"stage {stage.number}, " if run.parallel.pipeline > 1 else ""
-    table = _table(f"At the peak of the fullest GPU: {where}{peak.phase}, {peak.where}")
+    table = _table(f"At the peak of the fullest GPU: {where}{peak.phase}, {peak.where}; and of each phase, in GB")
     table.add_column("what")
-    for name in ("bytes", "GB", "part"):
+    for name in ("bytes", "part", *phases):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("known by")
-    for kind, number in peak.held.most_common():
-        if number:
-            part = f"{number / peak.bytes:.1%}"
-            table.add_row(kind, f"{number:,}", f"{number / GB:,.3f}", part, proof(run, kind))
+    table.add_column("known by", no_wrap=True)
+    kinds: Counter[str] = functools.reduce(operator.or_, (instant.held for instant in phases.values()))
+    for kind in sorted(kinds, key=lambda one: (-peak.held[one], -kinds[one])):
+        number, of_phases = peak.held[kind], _in_gb(instant.held[kind] for instant in phases.values())
+        table.add_row(kind, f"{number:,}", f"{number / peak.bytes:.1%}", *of_phases, proof(run, kind))
     table.add_section()
-    table.add_row(
-        "together", f"{peak.bytes:,}", f"{peak.bytes / GB:,.3f}", f"{peak.bytes / GIB:,.2f} GiB", style="bold"
-    )
+    together = _in_gb(instant.bytes for instant in phases.values())
+    table.add_row("together", f"{peak.bytes:,}", "", *together, f"{peak.bytes / GIB:,.2f} GiB", style="bold")
     if stage.offloaded:
-        table.add_row("in the host's memory", f"{stage.offloaded:,}", f"{stage.offloaded / GB:,.3f}", "")
+        table.add_row("in the host's memory", f"{stage.offloaded:,}")
     return table
+
+
+def _in_gb(numbers: Iterable[int]) -> list[str]:
+    return [f"{number / GB:,.3f}" for number in numbers]
 
 
 def fits(run: Run, uneven: Unevenness, overhead: float) -> list[str]:
@@ -189,11 +200,19 @@ def _assumptions(run: Run, uneven: Unevenness, overhead: float) -> str:
         f"Attention runs in: {', '.join(kernels_of(run.model.parts, step))}.",
         f"Checkpoints: {CHECKPOINTS[run.checkpoint]}.",
         f"ZeRO {run.parallel.zero}: {shares.ZERO[run.parallel.zero]}.",
-        "Gradients have the weights' dtype and lie in the buffers that are sent. The optimizer runs in one kernel.",
-        f"Routed rows are {uneven.source}; the fullest GPU gets {run.imbalance:.2f} times an even share.",
+        "Gradients have the weights' dtype and lie in the buffers that are sent. These buffers stay if ZeRO does not "
+        "divide them. The optimizer runs in one kernel.",
+        f"Routed rows are {uneven.source}; the fullest GPU gets {run.imbalance:.2f} times an even share"
+        f"{_of_layers(run.imbalances)}.",
         f"The allocator's {overhead:.0%} are an assumption. GB is 1e9 bytes, GiB 2**30.",
     )
     return " ".join(sentences)
+
+
+def _of_layers(imbalances: Sequence[float]) -> str:
+    """Say between what the layers are, if they differ."""
+    least, most = min(imbalances), max(imbalances)
+    return "" if least == most else f", from {least:.2f} to {most:.2f} in a layer"
 
 
 def _table(title: str) -> Table:

@@ -1,20 +1,21 @@
 """A training run in all that decides its bytes, and what one GPU of it holds."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from statistics import mean
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ITEMSIZE
 from moeblaze_ref.plan import recipes, shares
 from moeblaze_ref.plan.checkpoints import Checkpointed, checkpointed_model
 from moeblaze_ref.plan.configs import Model
-from moeblaze_ref.plan.experts import GroupedExperts
+from moeblaze_ref.plan.experts import GroupedExperts, MoEBlock, Router
 from moeblaze_ref.plan.parts import Part, Step, Weight
 from moeblaze_ref.plan.shares import Parallel
-from moeblaze_ref.plan.timeline import Instant, Resident, Work, size_of, timeline
+from moeblaze_ref.plan.timeline import PHASES, Instant, Resident, Work, size_of, timeline
 
 WEIGHTS, MASTER, STATES = "weights", "float32 weights", "optimizer states"
 BUFFERS = "communication buffers"
@@ -37,8 +38,9 @@ class Run:
         One of ``checkpoints.CHECKPOINTS``.
     offload : tuple of str
         What lies in the host's memory, of ``OFFLOADS``.
-    imbalance : float
-        Rows that the fullest GPU's experts get, as a multiple of an even share.
+    imbalances : tuple of float
+        Rows that the fullest GPU's experts get, as multiples of an even share: one for each layer with experts, or
+        fewer, each for as many layers in a row.
 
     Raises
     ------
@@ -52,25 +54,41 @@ class Run:
     parallel: Parallel = Parallel()
     checkpoint: str = "none"
     offload: tuple[str, ...] = ()
-    imbalance: float = 1.0
+    imbalances: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
         checks.check_name("recipe", self.recipe, recipes.RECIPES)
         for name in self.offload:
             checks.check_name("offload", name, OFFLOADS)
-        checks.check_within("imbalance", self.imbalance, 1)
+        for one in self.imbalances:
+            checks.check_within("imbalance", one, 0)
+
+    @property
+    def imbalance(self) -> float:
+        """Rows that the fullest GPU's experts get in all layers together, as a multiple of an even share."""
+        return mean(self.imbalances)
 
     @cached_property
     def stages(self) -> tuple["Stage", ...]:
         """What a GPU of each stage of the pipeline has."""
         step = replace(self.step, dtype=recipes.RECIPES[self.recipe].dtype)
         whole = checkpointed_model(self.model, self.checkpoint)
-        models = shares.stages(whole, self.parallel)
+        factors, models = self._factors, shares.stages(whole, self.parallel)
         firsts = accumulate((len(model.layers) for model in models), initial=0)
         return tuple(
-            Stage(self, number, first, shares.on_one_gpu(model, self.parallel, self.imbalance), step)
+            Stage(self, number, first, shares.on_one_gpu(model, self.parallel, factors[first:]), step)
             for number, (first, model) in enumerate(zip(firsts, models, strict=False))
         )
+
+    @property
+    def _factors(self) -> list[float]:
+        """The imbalance of each layer of the model; 1 where there are no routed experts."""
+        routed = [any(isinstance(part, Router | MoEBlock) for part in layer) for layer in self.model.layers]
+        numbers = accumulate(routed, initial=0)  # of layers with experts before each
+        step = len(self.imbalances) / max(sum(routed), 1)
+        return [
+            self.imbalances[int(number * step)] if any_ else 1.0 for any_, number in zip(routed, numbers, strict=False)
+        ]
 
     @cached_property
     def worst(self) -> "Stage":
@@ -208,6 +226,12 @@ class Stage:
             held[one.part.kind] += size_of(one.kept)
         return held
 
+    @property
+    def _gradients_stay(self) -> bool:
+        """Whether gradients are there in the forward too: those of earlier micro batches, or DDP's buckets."""
+        parallel = self.run.parallel
+        return parallel.micro_batches > 1 or (parallel.data > 1 and parallel.zero < 2)
+
     @cached_property
     def timeline(self) -> tuple[Instant, ...]:
         """The moments of the step when most micro batches are in flight."""
@@ -216,13 +240,22 @@ class Stage:
         waiting = Counter({kind: others * number for kind, number in self.kept.items()})
         numbers = [count for weight, count in self._counts(from_zero=1) if weight.trained]
         work = 0 if "optimizer" in self.run.offload else recipes.work_bytes(self._recipe, numbers)
-        resident = Resident(self.resident, self.run.parallel.micro_batches > 1, work, waiting, offloads)
+        resident = Resident(self.resident, self._gradients_stay, work, waiting, offloads)
         return tuple(timeline(self.work, resident))
+
+    @cached_property
+    def peaks(self) -> dict[str, Instant]:
+        """The moment of each phase when most is held."""
+        return {phase: self._fullest(one for one in self.timeline if one.phase == phase) for phase in PHASES}
 
     @cached_property
     def peak(self) -> Instant:
         """The moment when most is held."""
-        return max(self.timeline, key=lambda instant: instant.bytes)
+        return self._fullest(self.peaks.values())
+
+    @staticmethod
+    def _fullest(instants: Iterable[Instant]) -> Instant:
+        return max(instants, key=lambda instant: instant.bytes)
 
 
 def _inner(parts: Sequence[Part]) -> Iterator[Part]:

@@ -133,10 +133,10 @@ def _untied(parts: Sequence[Part], stages: int) -> tuple[Part, ...]:
     return tuple(replace(part, tied=False) if isinstance(part, tied) else part for part in parts)
 
 
-def on_one_gpu(model: Model, parallel: Parallel, imbalance: float = 1.0) -> Model:
+def on_one_gpu(model: Model, parallel: Parallel, imbalances: Sequence[float]) -> Model:
     """The model with the share of each part that one GPU of a stage has.
 
-    If several GPUs divide the experts, those here get ``imbalance`` times an even share of the routed rows.
+    If several GPUs divide the experts, those here get so many times an even share of the routed rows, layer by layer.
 
     Raises
     ------
@@ -145,13 +145,15 @@ def on_one_gpu(model: Model, parallel: Parallel, imbalance: float = 1.0) -> Mode
     """
 
     def share(parts: Sequence[Part]) -> tuple[Part, ...]:
-        shared = (part.share(parallel.tensor, parallel.expert) for part in parts)
-        return tuple(shared if parallel.expert == 1 else (uneven(part, imbalance) for part in shared))
+        return tuple(part.share(parallel.tensor, parallel.expert) for part in parts)
+
+    def share_unevenly(parts: Sequence[Part], imbalance: float) -> tuple[Part, ...]:
+        return share(parts) if parallel.expert == 1 else tuple(uneven(part, imbalance) for part in share(parts))
 
     return replace(
         model,
         before=share(model.before),
-        layers=tuple(share(layer) for layer in model.layers),
+        layers=tuple(map(share_unevenly, model.layers, imbalances)),
         after=share(model.after),
     )
 

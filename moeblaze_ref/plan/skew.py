@@ -1,11 +1,12 @@
 """How unevenly tokens spread over GPUs that divide the experts: from a routing trace, or by Zipf's law.
 
-An imbalance is the number of routed rows of one GPU's experts, divided by an even share. Experts lie in their order, as
-many on each GPU.
+An imbalance is the number of routed rows of one GPU's experts in a layer, divided by an even share. Experts lie in
+their order, as many on each GPU.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 
@@ -17,8 +18,11 @@ from moeblaze_ref.plan.run import Run
 SEED = 0  # of the order in which Zipf's popular experts are dealt to GPUs
 
 
+Factors = tuple[float, ...]  # of one GPU, one for each layer with experts
+
+
 def trace_imbalances(trace: RoutingTrace, gpus: int, tokens: int) -> np.ndarray:
-    """The imbalance of the fullest GPU in each layer of each batch of a trace.
+    """The imbalance of each layer on the GPU that has most rows of all layers together, in each batch of a trace.
 
     Parameters
     ----------
@@ -40,20 +44,23 @@ def trace_imbalances(trace: RoutingTrace, gpus: int, tokens: int) -> np.ndarray:
     of_gpu = _experts_of_a_gpu(trace.num_experts, gpus)
     count = max(1, len(trace.topk) // tokens)
     batches = [trace.topk[i * tokens : (i + 1) * tokens] for i in range(count)]
-    return np.array(
-        [[_fullest(batch[:, layer] // of_gpu, gpus) for layer in range(batch.shape[1])] for batch in batches]
-    )
+    return np.array([_fullest(batch // of_gpu, gpus) for batch in batches])
 
 
-def _fullest(gpu_of_row: np.ndarray, gpus: int) -> float:
-    counts = np.bincount(gpu_of_row.ravel(), minlength=gpus)
-    return float(counts.max() / counts.mean())
+def _fullest(gpu_of_choice: np.ndarray, gpus: int) -> np.ndarray:
+    """The shares (layers,) of the GPU that has most, as multiples of an even share; choices are (tokens, layers, k)."""
+    layers = np.moveaxis(gpu_of_choice, 1, 0)
+    counts = np.array([np.bincount(layer.ravel(), minlength=gpus) for layer in layers])
+    fullest = counts.sum(0).argmax()
+    return np.asarray(counts[:, fullest] / counts.mean(1))
 
 
-def zipf_imbalance(num_experts: int, gpus: int, exponent: float) -> float:
+def zipf_imbalance(num_experts: int, gpus: int, exponent: float, k: int = 1) -> float:
     """The imbalance of the fullest GPU if expert i is chosen in proportion to ``1 / (i + 1) ** exponent``.
 
-    Which expert is the i-th is drawn once, by numpy's generator with seed 0.
+    A token chooses k experts, each once at most. So the popular ones, which more than all tokens would choose, get all
+    tokens, and the others get the rest in proportion. Which expert is the i-th is drawn once, by numpy's generator with
+    seed 0.
 
     Raises
     ------
@@ -62,10 +69,19 @@ def zipf_imbalance(num_experts: int, gpus: int, exponent: float) -> float:
     """
     of_gpu = _experts_of_a_gpu(num_experts, gpus)
     checks.check_within("zipf", exponent, 0, 10)
-    popularity = 1 / np.arange(1, num_experts + 1) ** exponent
-    dealt = np.random.default_rng(SEED).permutation(popularity)
+    chosen = _chosen(1 / np.arange(1, num_experts + 1) ** exponent, k)
+    dealt = np.random.default_rng(SEED).permutation(chosen)
     loads = dealt.reshape(gpus, of_gpu).sum(1)
     return float(loads.max() / loads.mean())
+
+
+def _chosen(popularity: np.ndarray, k: int) -> np.ndarray:
+    """The part of the tokens that choose each expert, at most 1, k in all; popularity falls from expert to expert."""
+    for full in range(k):
+        rest = (k - full) * popularity[full:] / popularity[full:].sum()
+        if rest[0] <= 1:
+            return np.concatenate([np.ones(full), rest])
+    return (np.arange(len(popularity)) < k).astype(float)
 
 
 def _experts_of_a_gpu(num_experts: int, gpus: int) -> int:
@@ -79,17 +95,20 @@ class Unevenness:
     """The imbalances of a run's batches, and where they come from."""
 
     source: str  #: in words
-    batches: tuple[float, ...]  #: that of each batch's fullest layer
+    batches: tuple[Factors, ...]  #: of each batch, those of its fullest GPU
 
     @property
-    def worst(self) -> float:
-        """The largest."""
-        return max(self.batches)
+    def worst(self) -> Factors:
+        """The imbalances of the batch whose fullest GPU has most rows."""
+        return max(self.batches, key=mean)
 
     def exceeding(self, run: Run, capacity: int, overhead: float) -> float:
         """The part of the batches whose peak, with the allocator's overhead, is above a capacity in bytes."""
-        peaks = (replace(run, imbalance=one).worst.peak.bytes for one in self.batches)
+        peaks = (replace(run, imbalances=one).worst.peak.bytes for one in self.batches)
         return sum(peak * (1 + overhead) > capacity for peak in peaks) / len(self.batches)
+
+
+EVEN = Unevenness("spread evenly", ((1.0,),))
 
 
 def of_run(run: Run, trace: Path | None, zipf: float | None) -> Unevenness:
@@ -99,30 +118,43 @@ def of_run(run: Run, trace: Path | None, zipf: float | None) -> Unevenness:
     ----------
     run : Run
     trace : Path, optional
-        A file with a routing trace of a model with as many experts.
+        A file with a routing trace of a model with as many experts, and as many choices of a token.
     zipf : float, optional
         Zipf's exponent of the experts' popularity, if there is no trace.
 
     Raises
     ------
     ValueError
-        If both are given, if the GPUs do not divide the experts, or if the trace is of another number of experts.
+        If both are given, if the GPUs do not divide the experts, or if the trace has another number of experts or of
+        choices.
     OSError
         If the trace cannot be read.
     """
     if trace is not None and zipf is not None:
         raise ValueError("a trace and zipf were given, but only one of them can say how tokens spread")
-    experts = max((part.E for part in run.model.parts if isinstance(part, Router | MoEBlock)), default=0)
     gpus = run.parallel.expert
-    if gpus == 1:
-        return Unevenness("all on one GPU", (1.0,))
+    routers = [part for part in run.model.parts if isinstance(part, Router | MoEBlock)]
+    if gpus == 1 or not routers:
+        return Unevenness("all on one GPU", ((1.0,),))
     if trace is None and zipf is None:
-        return Unevenness("spread evenly", (1.0,))
+        return EVEN
     if trace is None:
-        return Unevenness(f"spread by Zipf's law with exponent {zipf}", (zipf_imbalance(experts, gpus, zipf or 0),))
+        factor = zipf_imbalance(routers[0].E, gpus, zipf or 0, routers[0].k)
+        return Unevenness(f"spread by Zipf's law with exponent {zipf}", ((factor,),))
     found = load(trace)
-    if found.num_experts != experts:
-        raise ValueError(f"{trace} has {found.num_experts} experts, but {run.model.name} has {experts}")
+    for what, of_trace, of_model in (
+        ("experts", found.num_experts, routers[0].E),
+        ("choices of a token", found.topk.shape[2], routers[0].k),
+    ):
+        if of_trace != of_model:
+            raise ValueError(f"{trace} has {of_trace} {what}, but {run.model.name} has {of_model}")
     tokens = run.step.batch * run.step.sequence * gpus // run.parallel.tensor
-    imbalances = trace_imbalances(found, gpus, tokens)
-    return Unevenness(f"those of {len(imbalances)} batches of {trace.name}", tuple(imbalances.max(1).tolist()))
+    batches = trace_imbalances(found, gpus, tokens)
+    return Unevenness(_source(found, trace.name, len(batches), tokens), tuple(map(tuple, batches.tolist())))
+
+
+def _source(trace: RoutingTrace, name: str, batches: int, tokens: int) -> str:
+    """Say which tokens of a trace are counted."""
+    if len(trace.topk) < tokens:
+        return f"those of {name}, of {len(trace.topk):,} tokens where a step has {tokens:,}"
+    return f"those of {batches} batch{'es' * (batches > 1)} of {name}"

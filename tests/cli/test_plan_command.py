@@ -128,7 +128,38 @@ def test_a_trace_says_how_often_a_capacity_is_exceeded(tmp_path):
     traced = (*SPREAD, "--recipe", "bf16", "--sequence", 2500, "--trace", tmp_path / "trace.npz")
     found = planned(*traced)
     assert found["imbalance"] == 4 and len(found["imbalances"]["batches"]) == 4
-    assert "80 GB 100%, 96 GB 50%, 141 GB 0%, 192 GB 0%." in moeblaze(*traced).stdout
+    assert "80 GB 100%, 96 GB 100%, 141 GB 50%, 192 GB 0%." in moeblaze(*traced).stdout
+
+
+def test_a_gpu_that_is_full_in_one_layer_is_not_full_in_all(tmp_path):
+    """Each layer sends all rows to a GPU of its own: over all layers each GPU has as many."""
+    topk = np.empty((20_000, 8, 8), np.int16)
+    for layer in range(8):
+        topk[:, layer] = 32 * (layer % 4) + np.arange(8)
+    save(tmp_path / "trace.npz", RoutingTrace(topk, 128))
+    found, even = planned(*SPREAD, "--trace", tmp_path / "trace.npz"), planned(*SPREAD)
+    assert found["imbalance"] == 1 and sorted(found["imbalances"]["batches"][0]) == [0] * 6 + [4] * 2
+    kept = found["stages"][0]["kept"]["experts"], even["stages"][0]["kept"]["experts"]
+    assert kept[0] == pytest.approx(kept[1], rel=1e-6)
+    buffers = (one["stages"][0]["resident"]["communication buffers"] for one in (found, even))
+    assert next(buffers) == 4 * next(buffers)  # for the fullest layer
+    said = moeblaze(*SPREAD, "--trace", tmp_path / "trace.npz").stdout
+    assert "from 0.00 to 4.00 in a layer" in " ".join(said.split())
+
+
+def test_a_trace_with_other_choices_is_refused(tmp_path):
+    save(tmp_path / "trace.npz", RoutingTrace(np.zeros((4, 2, 4), np.int16) + np.arange(4, dtype=np.int16), 128))
+    result = moeblaze(*SPREAD, "--trace", tmp_path / "trace.npz")
+    assert result.exit_code and "has 4 choices of a token, but qwen3-30b-a3b has 8" in " ".join(result.stderr.split())
+
+
+def test_each_phase_has_its_peak():
+    stage = planned(*QWEN)["stages"][0]
+    phases = {one["phase"]: one for one in stage["peaks"]}
+    assert list(phases) == ["forward", "backward", "optimizer"]
+    assert max(phases.values(), key=lambda one: one["bytes"]) == stage["peak"] == phases["optimizer"]
+    assert all(sum(one["by_kind"].values()) == one["bytes"] for one in phases.values())
+    assert phases["forward"]["by_kind"]["experts"] == stage["kept"]["experts"] > 0
 
 
 def test_our_layer_gets_uneven_rows_too():
@@ -138,7 +169,7 @@ def test_our_layer_gets_uneven_rows_too():
 
 
 def test_advice_counts_with_the_unevenness_of_more_gpus():
-    base = ("plan", "mixtral-8x7b", "--zero", 1, "--recipe", "bf16", "--zipf", 1)
+    base = ("plan", "mixtral-8x7b", "--zero", 1, "--recipe", "bf16", "--checkpoint", "layer", "--zipf", 1)
     four = planned(*base, "--data", 4, "--expert", 4)
     eight = planned(*base, "--data", 8, "--expert", 8)
     saved = {one["change"]: one["saved_bytes"] for one in four["changes"]}

@@ -32,6 +32,14 @@ def test_the_best_comes_first_and_each_saves_what_it_says():
         assert saved.get(what, 0) == max(0, before.worst.peak.bytes - other.worst.peak.bytes), what
 
 
+def test_more_gpus_are_advised_as_stages_and_by_zero_3():
+    before = run()
+    saved = {one.what: one.saved for one in changes(before, most=99)}
+    for what, fields in {"--pipeline 2": {"pipeline": 2}, "--data 2 --zero 3": {"data": 2, "zero": 3}}.items():
+        other = replace(before, parallel=Parallel(**fields))
+        assert saved[what] == before.worst.peak.bytes - other.worst.peak.bytes > 0
+
+
 def test_what_is_there_already_is_not_advised():
     found = changes(run(checkpoint="layer", recipe="bf16", offload=("optimizer",)), most=99)
     names = {one.what for one in found}

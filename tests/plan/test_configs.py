@@ -57,6 +57,20 @@ def changed(name, **changes):
         ("olmoe-1b-7b", {"hidden_act": "relu"}, "model: hidden_act is 'relu', but only 'silu'"),
         ("llama-4-scout", {"text_config": 3}, "^model: text_config is 3, but it must be an object$"),
         ("llama-4-scout", {"moe_layers": [48]}, "model: moe_layers .* from 0 to 47"),
+        (
+            "gpt-oss-20b",
+            {"layer_types": ["full_attention"] * 23 + ["linear_attention"]},
+            r"layer_types\[23\] is 'linear",
+        ),
+        (
+            "llama-4-scout",
+            {"layer_types": ["mamba"] * 48},
+            r"layer_types\[0\] is 'mamba', but it must be one of chunked",
+        ),
+        ("qwen3-30b-a3b", {"layer_types": ["sliding_attention"] * 48}, "but it must be one of full_attention"),
+        ("qwen3-30b-a3b", {"layer_types": ["full_attention"]}, "but it must be a list of 48 names"),
+        ("qwen3-30b-a3b", {"num_experts": None}, "num_experts is missing"),
+        ("deepseek-v3", {"v_head_dim": 192}, "v_head_dim is 192, but only another width than that of the keys"),
     ],
 )
 def test_a_field_that_is_wrong_is_named(name, changes, said):
@@ -100,6 +114,16 @@ def test_biases_of_attention_are_those_of_torch(name):
     model = configs.read(fields, name)
     assert account.parameters(model) == count
     assert kept_by(model, Step(2, 32, attention="cpu-flash")) == found
+
+
+def test_layer_types_say_which_layers_of_llama_4_have_a_mask():
+    fields = tiny("llama-4-scout")
+    fields |= {"attention_chunk_size": 16, "layer_types": ["full_attention"] * fields["num_hidden_layers"]}
+    with built(fields) as theirs:
+        found = kept_storages(theirs, 2, 32)
+    of_chunks = configs.read({name: value for name, value in fields.items() if name != "layer_types"}, "chunks")
+    step = Step(2, 32, attention="cpu-flash")
+    assert kept_by(configs.read(fields, "full"), step) == found != kept_by(of_chunks, step)
 
 
 def test_a_nested_rotary_factor_counts():

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moeblaze_ref.plan import configs, sweeps
 from moeblaze_ref.plan.checkpoints import CHECKPOINTS
+from moeblaze_ref.plan.measure import planned_peaks
 from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.run import Run
 from moeblaze_ref.plan.shares import Parallel
@@ -24,14 +25,6 @@ def planned(fields, name, step, how="none"):
     return Run(configs.read(fields, name), step, "bf16", checkpoint=how).worst
 
 
-def most(stage):
-    """The most bytes of each phase."""
-    found = {phase: 0 for phase in PHASES}
-    for instant in stage.timeline:
-        found[instant.phase] = max(found[instant.phase], instant.bytes)
-    return found
-
-
 def sizes(stage):
     return Counter(tensor.bytes for one in stage.work for tensor in one.kept)
 
@@ -42,7 +35,7 @@ def test_the_peaks_of_a_step_are_within_one_percent(name, sequence):
     fields = cut(name, 2)
     with fake(fields) as model:
         theirs = one_step(model, 1, sequence)
-    ours = most(planned(fields, name, Step(1, sequence, attention="cpu-flash")))
+    ours = planned_peaks(planned(fields, name, Step(1, sequence, attention="cpu-flash")))
     for phase in PHASES:
         assert ours[phase] == pytest.approx(getattr(theirs, phase), rel=0.01), phase
 
@@ -60,7 +53,7 @@ def test_checkpointed_layers_keep_what_torch_has_alive(name, how):
         theirs = one_step(model, 2, 1024)
     stage = planned(fields, name, Step(2, 1024, attention="cpu-flash"), how)
     assert sizes(stage) == theirs.kept
-    ours = most(stage)
+    ours = planned_peaks(stage)
     for phase in PHASES:
         assert ours[phase] == pytest.approx(getattr(theirs, phase), rel=0.01), phase
 
@@ -79,7 +72,7 @@ def test_attention_step_by_step_keeps_all_probabilities(name):
         theirs = one_step(model, 1, 2048)
     stage = planned(fields, name, Step(1, 2048, attention="cpu-math"))
     assert sizes(stage) == theirs.kept
-    ours = most(stage)
+    ours = planned_peaks(stage)
     for phase in PHASES:
         assert ours[phase] == pytest.approx(getattr(theirs, phase), rel=0.01), phase
 
@@ -148,3 +141,11 @@ def test_a_sweep_has_the_peaks_of_its_runs(axis):
         for size, peak in zip(line.sizes, line.peaks, strict=True):
             step = Step(size, 512) if axis == "batch" else Step(4, size)
             assert Run(model, step, "bf16").worst.peak.bytes == peak
+
+
+@pytest.mark.parametrize(("zero", "stay"), [(0, True), (1, True), (2, False), (3, False)])
+def test_gradients_that_each_gpu_holds_whole_stay_in_their_buffers(zero, stay):
+    """As in torch's DistributedDataParallel, whose buckets the gradients are views of."""
+    run = Run(configs.find("olmoe-1b-7b"), Step(1, 512), "bf16", Parallel(data=2, zero=zero))
+    held = run.worst.peaks["forward"].held["gradients"]
+    assert held == (run.worst.whole_weights if stay else 0)

@@ -331,5 +331,7 @@ def test_rows_of_experts_on_one_gpu_are_never_uneven():
     model = configs.read(EVEN, "model")
     for expert, grows in ((1, False), (2, True)):
         parallel = Parallel(data=2, expert=expert)
-        fewest, most = (Run(model, Step(1, 16), parallel=parallel, imbalance=one).stages[0].kept for one in (1, 1.5))
+        fewest, most = (
+            Run(model, Step(1, 16), parallel=parallel, imbalances=(one,)).stages[0].kept for one in (1, 1.5)
+        )
         assert (most["experts"] > fewest["experts"]) == grows

@@ -16,13 +16,23 @@ def test_the_fullest_gpu_of_each_layer_and_batch_is_found():
     topk = [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[0, 2], [2, 3]], [[2, 3], [3, 2]]]
     found = skew.trace_imbalances(trace(topk, 4), gpus=2, tokens=2)
     assert found.tolist() == [[2.0, 1.0], [1.5, 2.0]]
-    assert skew.trace_imbalances(trace(topk, 4), gpus=2, tokens=100).tolist() == [[1.25, 1.5]]
+    assert skew.trace_imbalances(trace(topk, 4), gpus=2, tokens=100).tolist() == [[0.75, 1.5]]  # GPU 1 has 9 of 16 rows
     assert skew.trace_imbalances(trace(topk, 4), gpus=1, tokens=4).tolist() == [[1.0, 1.0]]
 
 
 def test_zipfs_law_is_even_without_an_exponent_and_worse_with_a_larger_one():
     found = [skew.zipf_imbalance(64, 8, exponent) for exponent in (0, 0.5, 1, 2)]
     assert found[0] == 1 and found == sorted(found) and found[-1] < 8
+
+
+def test_a_token_chooses_an_expert_once():
+    """By hand: of 1, 1/4, 1/9 and 1/16 the first alone is above half of the sum, so all tokens choose it."""
+    rest = np.array([1 / 4, 1 / 9, 1 / 16])
+    expected = np.concatenate([[1], rest / rest.sum()])
+    assert skew._chosen(1 / np.arange(1, 5) ** 2.0, 2) == pytest.approx(expected)
+    for exponent in (0, 1, 3, 10):
+        assert skew._chosen(1 / np.arange(1, 9) ** exponent, 3).sum() == pytest.approx(3)
+        assert 1 <= skew.zipf_imbalance(8, 8, exponent, k=2) <= 4 * (1 + 1e-12)  # all tokens, of two rows each
 
 
 def test_gpus_that_do_not_divide_the_experts_are_refused():
