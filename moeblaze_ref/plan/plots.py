@@ -123,7 +123,7 @@ def _mark_peak(axes: Axes, moments: Sequence[Instant], size: int, unit: str) -> 
 
 
 def by_kind(run: Run) -> Figure:
-    """A bar for each kind of bytes at the peak of the fullest GPU.
+    """A bar for each kind of bytes on the fullest GPU, at the peak of the phase that has most of it.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def by_kind(run: Run) -> Figure:
     -------
     Figure
     """
-    held = [(kind, number / GB) for kind, number in run.worst.peak.held.most_common() if number > 0]
+    held = [(kind, number / GB) for kind, number in run.worst.by_kind.most_common()]
     figure, axes = panels(8, 0.45 * len(held) + 1.2)
     for row, (kind, number) in enumerate(held):
         axes.barh(row, number, **filled(COLORS.get(kind, PALE)))
@@ -142,7 +142,7 @@ def by_kind(run: Run) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(0, max(number for _, number in held) * 1.15)
     axes.set_xlabel("GB")
-    heading(axes, f"{run.model.name}: the peak, by kind")
+    heading(axes, f"{run.model.name}: at the peak of a phase, by kind")
     return figure
 
 

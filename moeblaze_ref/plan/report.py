@@ -1,8 +1,5 @@
 """A run's plan as tables for a terminal and as JSON."""
 
-import functools
-import operator
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,7 +63,6 @@ def as_json(
 
 
 def _stage_as_json(stage: Stage) -> dict[str, Any]:
-    kinds = dict.fromkeys(kind for instant in stage.peaks.values() for kind in instant.held)
     return {
         "stage": stage.number,
         "layers": [stage.first_layer, stage.first_layer + len(stage.model.layers)],
@@ -77,7 +73,7 @@ def _stage_as_json(stage: Stage) -> dict[str, Any]:
         "host_bytes": stage.offloaded,
         "peak": _instant_as_json(stage.peak),
         "peaks": [_instant_as_json(instant) for instant in stage.peaks.values()],
-        "known_by": {kind: proof(stage.run, kind) for kind in kinds},
+        "known_by": {kind: proof(stage.run, kind) for kind in stage.by_kind},
     }
 
 
@@ -135,8 +131,7 @@ def peak_table(run: Run) -> Table:
     for name in ("bytes", "part", *phases):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("known by", no_wrap=True)
-    kinds: Counter[str] = functools.reduce(operator.or_, (instant.held for instant in phases.values()))
-    for kind in sorted(kinds, key=lambda one: (-peak.held[one], -kinds[one])):
+    for kind in sorted(stage.by_kind, key=lambda one: (-peak.held[one], -stage.by_kind[one])):
         number, of_phases = peak.held[kind], _in_gb(instant.held[kind] for instant in phases.values())
         table.add_row(kind, f"{number:,}", f"{number / peak.bytes:.1%}", *of_phases, proof(run, kind))
     table.add_section()

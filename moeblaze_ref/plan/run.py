@@ -1,5 +1,7 @@
 """A training run in all that decides its bytes, and what one GPU of it holds."""
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -247,6 +249,11 @@ class Stage:
     def peaks(self) -> dict[str, Instant]:
         """The moment of each phase when most is held."""
         return {phase: self._fullest(one for one in self.timeline if one.phase == phase) for phase in PHASES}
+
+    @property
+    def by_kind(self) -> Counter[str]:
+        """Bytes of each kind at the peak of the phase that has most of it."""
+        return functools.reduce(operator.or_, (instant.held for instant in self.peaks.values()))
 
     @cached_property
     def peak(self) -> Instant:

@@ -191,3 +191,12 @@ def test_a_peak_planned_too_low_has_a_negative_error():
 )
 def test_what_a_legend_names_is_told_apart_without_colour(picture):
     assert_told_apart_in_grey(picture())
+
+
+def test_the_part_of_a_step_that_moe_layers_keep_is_said():
+    """By hand: of each layer the experts' and the router's bytes, over those of all parts and of the peak."""
+    stage = whole.planned("olmoe-1b-7b", 2048)
+    moe = stage.kept["experts"] + stage.kept["router"]
+    said = whole.part_of_a_step("olmoe-1b-7b", 2048).data
+    assert f"keep {moe / 1e9:.1f} GB" in said and f"{moe / stage.kept.total():.0%} of what all layers keep" in said
+    assert f"{moe / stage.peak.bytes:.0%} of the {stage.peak.bytes / 1e9:.0f} GB" in said

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from IPython.display import Markdown
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -153,6 +154,17 @@ def policies_of(name: str, sequence: int) -> tuple[Stage, Stage]:
 def state_bytes(stage: Stage) -> int:
     """Bytes of weights, gradients, float32 weights and optimizer states."""
     return sum(stage.resident[kind] for kind in (WEIGHTS, MASTER, STATES)) + sum(one.gradients for one in stage.work)
+
+
+def part_of_a_step(name: str, sequence: int) -> Markdown:
+    """Say what the MoE layers of a carried model keep, beside all that is kept and all that a step holds."""
+    stage = planned(name, sequence)
+    kept, peak = kept_groups(stage)["experts"], stage.peak.bytes
+    return Markdown(
+        f"In a step of {name} on one GPU, with {sequence:,} tokens, the MoE layers keep {kept / GB:.1f} GB. That is "
+        f"{share_of_experts(stage):.0%} of what all layers keep for the backward, and {kept / peak:.0%} of the "
+        f"{peak / GB:.0f} GB that the step holds at its peak."
+    )
 
 
 def shares_picture(sequence: int, attention: str) -> Figure:
