@@ -154,7 +154,8 @@ def fits(run: Run, uneven: Unevenness, overhead: float) -> list[str]:
     short = [f"{one} GB: {(needed - one * GB) / GB:,.1f} short" for one in CAPACITIES if one not in enough]
     found = [f"{needed / GB:,.1f} GB with {overhead:.0%} for the allocator: {least}. {'; '.join(short)}"]
     if len(uneven.batches) > 1:
-        parts = (f"{one} GB {uneven.exceeding(run, one * GB, overhead):.0%}" for one in CAPACITIES)
+        needs = [peak * (1 + overhead) for peak in uneven.peaks(run)]
+        parts = (f"{one} GB {sum(need > one * GB for need in needs) / len(needs):.0%}" for one in CAPACITIES)
         found.append(f"Batches whose peak is above a capacity: {', '.join(parts)}.")
     return found
 

@@ -89,7 +89,8 @@ class Run:
         numbers = accumulate(routed, initial=0)  # of layers with experts before each
         step = len(self.imbalances) / max(sum(routed), 1)
         return [
-            self.imbalances[int(number * step)] if any_ else 1.0 for any_, number in zip(routed, numbers, strict=False)
+            self.imbalances[int(number * step)] if has_experts else 1.0
+            for has_experts, number in zip(routed, numbers, strict=False)
         ]
 
     @cached_property

@@ -102,10 +102,9 @@ class Unevenness:
         """The imbalances of the batch whose fullest GPU has most rows."""
         return max(self.batches, key=mean)
 
-    def exceeding(self, run: Run, capacity: int, overhead: float) -> float:
-        """The part of the batches whose peak, with the allocator's overhead, is above a capacity in bytes."""
-        peaks = (replace(run, imbalances=one).worst.peak.bytes for one in self.batches)
-        return sum(peak * (1 + overhead) > capacity for peak in peaks) / len(self.batches)
+    def peaks(self, run: Run) -> list[int]:
+        """Bytes of the run's peak in each batch."""
+        return [replace(run, imbalances=one).worst.peak.bytes for one in self.batches]
 
 
 EVEN = Unevenness("spread evenly", ((1.0,),))
