@@ -198,6 +198,12 @@ def test_bad_input(here, arguments, message):
     assert "Traceback" not in done.output
 
 
+def test_options_of_kernels_and_layers_have_a_heading_of_their_own():
+    shared = moeblaze("check", "--help").output.partition("A kernel or a layer of your own")[2]
+    shared, _, of_layers = shared.partition("A layer of your own")
+    assert "--dtype" in shared and "--timeout" in shared and "--layer" in of_layers
+
+
 def test_a_machine_without_a_gpu(here, monkeypatch):
     monkeypatch.setattr(check_layer, "cuda_device_count", lambda: 0)
     done = moeblaze("check", "--layer", "torch/experts", "--device", "cuda")
