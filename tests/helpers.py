@@ -141,3 +141,12 @@ def _ink(handle):
 def unmarked(text):
     """A page without what it says of records that are older than the code: no test fails because a record is old."""
     return re.sub(r" \(code (?:changed since|not recorded)[^)]*\)", "", text)
+
+
+def returned(generator):
+    """What a generator returns after all that it yields."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return end.value

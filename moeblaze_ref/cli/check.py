@@ -25,6 +25,7 @@ from moeblaze_ref.verify import in_subprocess
 
 SECONDS = 600  # of a check of one kernel, or one layer
 kernel_option = functools.partial(typer.Option, rich_help_panel="A kernel of your own")  # refused without --kernel
+either_option = functools.partial(typer.Option, rich_help_panel="A kernel or a layer of your own")
 layer_option = functools.partial(typer.Option, rich_help_panel="A layer of your own")  # refused without --layer
 
 
@@ -64,11 +65,16 @@ def check(
         ),
     ] = None,
     activation: Annotated[str | None, kernel_option(help="Activation of the cases; swiglu by default.")] = None,
-    dtype: Annotated[str | None, kernel_option(help="Dtype of the cases; float32 by default.")] = None,
+    dtype: Annotated[
+        str | None,
+        either_option(help="Dtype of the cases. Default: float32 for a kernel; each dtype of its adapter for a layer."),
+    ] = None,
     define: Annotated[list[str] | None, kernel_option(help="NAME=VALUE, a constant of a .cu file; repeatable.")] = None,
     timeout: Annotated[
         int | None,
-        kernel_option(help=f"Seconds until a kernel counts as endless. Default: {SECONDS}.", min=1, max=MOST_SECONDS),
+        either_option(
+            help=f"Seconds until a kernel or layer counts as endless. Default: {SECONDS}.", min=1, max=MOST_SECONDS
+        ),
     ] = None,
     layer: Annotated[
         list[str] | None,

@@ -39,6 +39,7 @@ class Row(NamedTuple):
     refused: bool = False  #: nothing was checked, since something given is not as it must be
     step_ms: float | None = None  #: of a step of ``bench.layer_times.SIZES``, as ``LayerTimes`` says
     plain_ms: float | None = None
+    what: str = ""  #: is wrong, in a few words: the class of the bug, or what the layer did in place of computing
 
 
 def check_layers(
@@ -109,21 +110,25 @@ def each(names: Iterable[str], device: str) -> list[str]:
 
 
 def verdicts(name: str, dtypes: list[str], device: str, seeds: int, large: bool, timed: bool) -> Iterator[Any]:
-    """Yield the verdict on a layer in each dtype, its bytes and its times; runs in the process of the layer."""
+    """Yield what begins, and for each dtype the verdict on a layer, its bytes and its times; runs in its process."""
     import torch
 
     from moeblaze_ref.bench.layer_bytes import bytes_of
     from moeblaze_ref.bench.layer_times import times_of
     from moeblaze_ref.verify.layers import adapters
-    from moeblaze_ref.verify.layers.check import check_layer
+    from moeblaze_ref.verify.layers.check import Verdict, check_in_steps
 
     torch.set_num_threads(1)
     chosen = [getattr(torch, dtype) for dtype in dtypes] or None
     factory = adapters.named(name)
-    for verdict in check_layer(factory, chosen, device, seeds, large):
-        dtype = getattr(torch, verdict.dtype)
-        times = times_of(factory, dtype) if timed and verdict.ok else None
-        yield verdict, bytes_of(factory, dtype, device), times
+    for event in check_in_steps(factory, chosen, device, seeds, large):
+        if not isinstance(event, Verdict):
+            yield event
+            continue
+        dtype = getattr(torch, event.dtype)
+        yield f"{event.dtype}, bytes and times of a step"
+        times = times_of(factory, dtype) if timed and event.ok else None
+        yield event, bytes_of(factory, dtype, device), times
 
 
 def rows_of(
@@ -132,16 +137,23 @@ def rows_of(
     """Yield a row for each verdict; if the process ends early, one that says how. Right layers may be timed, too."""
     from moeblaze_ref.verify.layers.isolated import isolated
 
+    begun = "the start"
     try:
-        for verdict, used, times in isolated(verdicts, name, dtypes, device, seeds, large, timed, seconds=seconds):
+        for event in isolated(verdicts, name, dtypes, device, seeds, large, timed, seconds=seconds):
+            if isinstance(event, str):
+                begun = event
+                continue
+            verdict, used, times = event
             row = _row_of(name, verdict, used or ())
             yield row._replace(**times._asdict()) if times else row
     except TimeoutError:
         yield _failed(
-            name, f"there is no verdict after {seconds} seconds, the start of Python included: --timeout allows more"
+            name,
+            f"there is no verdict after {seconds} seconds, the start of Python included; it ended in: {begun}. "
+            "--timeout allows more",
         )
     except ChildProcessError as error:
-        yield _failed(name, str(error))
+        yield _failed(name, f"{error}, in: {begun}")
     except (ValueError, TypeError) as error:
         yield _failed(name, str(error))._replace(refused=True)
 
@@ -161,7 +173,7 @@ def _row_of(name: str, verdict: Any, used: Iterable[Any]) -> Row:
         first,
         verdict.not_supported,
         *used,
-    )
+    )._replace(what="" if verdict.ok else verdict.what)
 
 
 def _failed(name: str, problem: str) -> Row:
@@ -188,7 +200,8 @@ def show(rows: list[Row]) -> None:
         if row.dtype is None:
             print_error(f"{row.layer}: {row.first_problem}")
         elif not row.right:
-            print_text(f"{row.layer}, {row.dtype}: {row.first_problem}")
+            first = "the first wrong case: " if row.bug_class else ""
+            print_text(f"{row.layer}, {row.dtype}: {first}{row.first_problem}")
 
 
 def _bytes_table(rows: Iterable[Row]) -> Table:
@@ -222,5 +235,5 @@ def _verdict(row: Row) -> str:
     if row.right:
         return "right"
     if row.dtype:
-        return f"wrong: {row.bug_class or 'not deterministic'}"
+        return f"wrong: {row.what}"
     return "not checked" if row.refused else "no verdict"

@@ -40,6 +40,36 @@ def crashing(**sizes):
 def hanging(**sizes):
     time.sleep(1000)
 
+class InNarrow(plain.PlainExperts):
+    def forward(self, x, *routing):
+        if str(x.dtype) == "torch.bfloat16" and len(x) == 1:
+            self.end()
+        return super().forward(x, *routing)
+
+class Killed(InNarrow):
+    def end(self):
+        os.kill(os.getpid(), 11)
+
+class Endless(InNarrow):
+    def end(self):
+        time.sleep(1000)
+
+class Raising(InNarrow):
+    def end(self):
+        raise OSError("no file")
+
+def killed(**sizes):
+    return plain.experts(**sizes, kind=Killed)
+
+def endless(**sizes):
+    return plain.experts(**sizes, kind=Endless)
+
+def raising(**sizes):
+    return plain.experts(**sizes, kind=Raising)
+
+def inside(**sizes):
+    return replace(plain.experts(**sizes), module=lambda x: x)
+
 def exiting(**sizes):
     sys.exit(3)
 
@@ -69,9 +99,9 @@ def test_each_layer_has_a_process_of_its_own(here):
     assert not rows["swapped"]["right"] and rows["swapped"]["bug_class"] == "gate and up exchanged"
     assert "a step, random: the output, token 0: error" in rows["swapped"]["first_problem"]
     problems = {
-        "crashing": "its process ended, killed by SIGABRT",
-        "forking": "its process ended, killed by SIGABRT",
-        "exiting": "SystemExit: 3",
+        "crashing": "its process ended, killed by SIGABRT, in: the start",
+        "forking": "its process ended, killed by SIGABRT, in: the start",
+        "exiting": "SystemExit: 3, in: the start",
         "nothing": "the factory returns an int, but it must return a verify.layers.Adapter",
         "missing": "my_layers has no missing",
     }
@@ -82,8 +112,27 @@ def test_each_layer_has_a_process_of_its_own(here):
 def test_a_layer_that_hangs(here):
     done = moeblaze("check", "--layer", "my_layers:hanging", "--timeout", "1")
     assert done.exit_code == 1 and "no verdict" in done.output
-    said = "there is no verdict after 1 seconds, the start of Python included: --timeout allows more"
+    said = "there is no verdict after 1 seconds, the start of Python included; it ended in: the start. --timeout allows"
     assert said in " ".join(done.output.split())
+
+
+def test_the_step_in_which_a_layer_ends_is_named(here):
+    """The dtype before it has its verdict."""
+    names = {"killed": "killed by SIGSEGV, in: ", "endless": "the start of Python included; it ended in: "}
+    for name, said in names.items():
+        right, ended = check_layer.rows_of(f"my_layers:{name}", ["float32", "bfloat16"], "cpu", 1, 40)
+        assert right.right and f"{said}bfloat16, a step, one token" in ended.first_problem
+
+
+def test_the_verdict_says_what_a_layer_does_in_place_of_computing(here):
+    done = moeblaze("check", "--layer", "my_layers:raising", "--dtype", "bfloat16")
+    assert done.exit_code == 1 and "wrong: raises OSError" in done.output
+    assert "my_layers:raising, bfloat16: the first wrong case: a step, one token: OSError: no file" in done.output
+
+
+def test_a_router_that_the_description_forgets_is_no_bug_of_the_layer(here):
+    done = moeblaze("check", "--layer", "my_layers:inside")
+    assert done.exit_code == 2 and "not checked" in done.output and "has it a router inside?" in done.output
 
 
 def test_a_right_layer_and_its_record(here):
@@ -102,7 +151,8 @@ def test_times_of_a_gpu_are_shown_beside_plain_torch(monkeypatch, capsys):
     def there(work, *arguments, seconds):
         *_, timed = arguments
         yield from (
-            (one, used, LayerTimes(1.25, 2.5) if timed else None) for one, used, _ in work(*arguments[:-1], False)
+            event if isinstance(event, str) else (*event[:2], LayerTimes(1.25, 2.5) if timed else None)
+            for event in work(*arguments[:-1], False)
         )
 
     monkeypatch.setattr(isolated, "isolated", there)
@@ -125,7 +175,9 @@ def test_what_a_layer_refuses_is_said(here):
     [
         (["--layer", "torch/expert"], "Did you mean 'torch/experts'?"),
         (["--layer", "no_such_module:make"], "no_such_module cannot be imported: no no_such_module is in"),
-        (["--layer", "layers"], "unknown layer 'layers': yours is MODULE:FACTORY, and the project has torch/experts"),
+        (["--layer", "mine"], "unknown layer 'mine': write mine:FACTORY for yours. Names of the package's begin with"),
+        (["--layer", "a/b"], "unknown layer 'a/b': write MODULE:FACTORY for yours"),
+        (["--layer", "torch"], "Valid: torch/experts, torch/experts with biases"),
         (["--layer", "a/b.py:make"], "MODULE is a name as in import, not a path: write b:make in the folder of b.py"),
         (["--layer", "my_layers:nothing"], "the factory returns an int, but it must return a verify.layers.Adapter"),
         (["--layer", "torch/grouped_mm", "--dtype", "float16"], "the layer computes in torch.bfloat16, not in torch"),
@@ -144,6 +196,12 @@ def test_bad_input(here, arguments, message):
     done = moeblaze("check", *arguments)
     assert done.exit_code == 2 and message in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+def test_options_of_kernels_and_layers_have_a_heading_of_their_own():
+    shared = moeblaze("check", "--help").output.partition("A kernel or a layer of your own")[2]
+    shared, _, of_layers = shared.partition("A layer of your own")
+    assert "--dtype" in shared and "--timeout" in shared and "--layer" in of_layers
 
 
 def test_a_machine_without_a_gpu(here, monkeypatch):

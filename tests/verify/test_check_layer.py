@@ -7,14 +7,15 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import returned
 from mutants import MUTANTS
 from torch.nn.functional import gelu
 
-from moeblaze_ref.verify.layers import cases, deviations, diagnosis, large, reference, ways
+from moeblaze_ref.verify.layers import cases, deviations, diagnosis, large, layouts, reference, ways
 from moeblaze_ref.verify.layers.adapter import Adapter, leaves, load, make
 from moeblaze_ref.verify.layers.adapters import factories, grouped, plain
 from moeblaze_ref.verify.layers.adapters.plain import PlainExperts
-from moeblaze_ref.verify.layers.check import PROBE, UNKNOWN, _Check, check_layer
+from moeblaze_ref.verify.layers.check import PROBE, UNKNOWN, _Check, check_in_steps, check_layer
 from moeblaze_ref.verify.layers.reference import differentiated, layer
 
 FACTORIES = factories()
@@ -135,6 +136,7 @@ def test_an_error_is_a_finding():
     verdict = verdict_on(lambda **sizes: plain.experts(kind=Raising, **sizes))
     assert verdict.first.raised.startswith("RuntimeError: cannot squeeze (") and verdict.first.case == "one token"
     assert verdict.units == math.inf and verdict.bug_class == UNKNOWN
+    assert str(verdict).startswith("float32: wrong (raises RuntimeError)\n")
 
 
 class AlwaysRaising(plain.PlainExperts):
@@ -183,7 +185,7 @@ def findings_on(kind, case, way="a step", **options):
     adapter = make(factory, PROBE, torch.float32, "cpu")
     (pattern,) = (pattern for pattern in cases.PATTERNS if pattern.name == case)
     run = ways.plain if way == "a step" else ways.WAYS[way]
-    return list(_Check(factory, adapter, torch.float32, "cpu")._run(way, run, pattern, 0, []))
+    return returned(_Check(factory, adapter, torch.float32, "cpu")._run(way, run, pattern, 0, []))
 
 
 class FourChoices(plain.PlainExperts):
@@ -256,27 +258,49 @@ def with_setting(change):
     return returns(changed)
 
 
+NO_TENSOR = "but it must be a tensor, or a tuple that begins with it"
+
+
 @pytest.mark.parametrize(
-    ("kind", "fault"),
+    ("kind", "raised", "fault"),
     [
-        (returns(lambda out: None), "the output is None, but it must be a tensor, or a tuple that begins with it"),
-        (returns(lambda out: [out]), "the output is a list, but it must be a tensor, or a tuple that begins with it"),
-        (returns(lambda out: out[:-1]), "the output has shape (60, 24), but it must be (61, 24)"),
-        (returns(lambda out: out.double()), "the output has torch.float64, but x has torch.float32"),
+        (returns(lambda out: None), f"the output is None, {NO_TENSOR}", "type of the output"),
+        (returns(lambda out: [out]), f"the output is a list, {NO_TENSOR}", "type of the output"),
+        (
+            returns(lambda out: out[:-1]),
+            "the output has shape (60, 24), but it must be (61, 24)",
+            "shape of the output",
+        ),
+        (
+            returns(lambda out: out.double()),
+            "the output has torch.float64, but x has torch.float32",
+            "dtype of the output",
+        ),
+        (
+            returns(lambda out: out.detach()),
+            "the output has no gradient: it is detached from x and from the weights",
+            "no gradient",
+        ),
         (
             with_setting(lambda: torch.set_default_dtype(torch.float64)),
             "it changes torch's default dtype from torch.float32 to torch.float64",
+            "changes torch's default dtype",
         ),
         (
             with_setting(lambda: torch.set_grad_enabled(False)),
             "it changes torch's gradient mode from True to False",
+            "changes torch's gradient mode",
         ),
-        (with_setting(lambda: torch.set_num_threads(2)), "it changes torch's number of threads from 1 to 2"),
+        (
+            with_setting(lambda: torch.set_num_threads(2)),
+            "it changes torch's number of threads from 1 to 2",
+            "changes torch's number of threads",
+        ),
     ],
 )
-def test_what_no_layer_may_do(kind, fault):
+def test_what_no_layer_may_do(kind, raised, fault):
     (finding,) = findings_on(kind, "random")
-    assert finding.raised == fault and not finding.ok
+    assert (finding.raised, finding.fault) == (raised, fault) and not finding.ok
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled() and torch.get_num_threads() == 1
 
 
@@ -429,7 +453,8 @@ WITH_A_ROUTER = {"gate_up": torch.zeros(8, 512, 128), "down": torch.zeros(8, 128
         ({"weights": {"gate_up": "gate_up: E 2h d"}}, "weights lacks a layout of down, which the layer trains"),
         (
             {"weights": plain.LAYOUTS | {"gate_up": "gate_up: E d 2h"}},
-            "gate_up has shape (8, 512, 128), but (E d 2h) with L = 8, d = 128, h = 256, E = 8, k = 2 is (8, 128, 512)",
+            "gate_up has shape (8, 512, 128), but (E d 2h) with E = 8, d = 128, h = 256 is (8, 128, 512): "
+            "(E 2h d) would fit",
         ),
         ({"weights": {"up": "gate_up: E 2h d"}}, "weights names 'up', but the layer has gate_up, down"),
         ({"activation": "swish"}, "activation is 'swish', but it must be one of swiglu, geglu"),
@@ -439,7 +464,8 @@ WITH_A_ROUTER = {"gate_up": torch.zeros(8, 512, 128), "down": torch.zeros(8, 128
         ),
         (
             {"weights": plain.LAYOUTS | {"r": "router: d E"}, "tensors": WITH_A_ROUTER},
-            "weights has a layout of router, which a layer with activation 'swiglu' and no router inside does not use",
+            "weights has a layout of router, which a layer with activation 'swiglu' and no router inside does not use: "
+            "give router, such as router='mixtral', or remove it",
         ),
         ({"index_dtype": torch.float32}, "index_dtype is torch.float32, but it must be torch.int32 or torch.int64"),
         ({"index_dtype": "int64"}, "index_dtype is 'int64', but it must be torch.int32 or torch.int64"),
@@ -457,7 +483,10 @@ WITH_A_ROUTER = {"gate_up": torch.zeros(8, 512, 128), "down": torch.zeros(8, 128
         ({"tensors": [1]}, "tensors is a list, but it must be a mapping of str to Tensor"),
         ({"tensors": {"down": 3}}, "tensors['down'] is an int, but it must be a Tensor"),
         ({"activation": 3}, "activation is 3, but it must be one of swiglu, geglu"),
-        ({"activation": lambda gate: gate}, "activation raised TypeError"),
+        (
+            {"activation": gelu},
+            "but 2 were given: a function is called with gate and up; that of an ungated layer is a name, one of silu,",
+        ),
         ({"activation": lambda gate, up: 3}, "activation returns an int, but it must return a tensor (R, h)"),
         ({"router": "mixtrall"}, "unknown router 'mixtrall'. Did you mean 'mixtral'?"),
         ({"router": "sigmoid"}, "unknown router 'sigmoid': it says how to score, so write Router(scores='sigmoid')"),
@@ -606,6 +635,62 @@ def test_a_factory_that_takes_something_else():
     said = r"the factory takes \(d, h\), but it is called with d, h, E, k, dtype, device by name"
     with pytest.raises(TypeError, match=said):
         list(check_layer(lambda d, h: None))
+
+
+def test_an_unknown_router_is_said_with_the_line_that_names_it():
+    def factory(**sizes):
+        return Adapter(plain.experts(**sizes).module, plain.LAYOUTS, router="mixtrall")
+
+    place = r"\(test_check_layer.py, line \d+, in factory\)$"
+    with pytest.raises(ValueError, match=f"unknown router 'mixtrall'.* {place}"):
+        list(check_layer(factory))
+
+
+@pytest.mark.parametrize(
+    ("router", "module", "message"),
+    [
+        (
+            None,
+            lambda x: x,
+            r"the layer takes \(x\), but it is called with x, topk_index, topk_weights: has it a router inside\? "
+            "Then give router, such as router='mixtral'",
+        ),
+        (
+            "mixtral",
+            PlainExperts(8, 8, 2, torch.float32, "cpu"),
+            r"the layer takes \(x.*, topk_index.*, topk_weights.*\).*, but it is called with x: "
+            "router says that its router is inside",
+        ),
+    ],
+    ids=["router forgotten", "no router inside"],
+)
+def test_a_layer_that_cannot_be_called_so(router, module, message):
+    """The description is wrong, not the layer."""
+    with pytest.raises(TypeError, match=message):
+        list(check_layer(made(module=module, router=router)))
+
+
+def test_another_order_of_the_same_axes_is_proposed():
+    found = layouts.Layout.parse("gate_up: E d h2").orders()
+    assert {order.text for order in found} == {"E d h2", "E h2 d", "d E h2", "d h2 E", "h2 E d", "h2 d E"}
+    assert {order.text for order in layouts.Layout.parse("down: E*h d").orders()} == {"E*h d", "E*d h"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("gate and up exchanged", "up_gate"), ("interleaved", "2h where the layer has h2"), ("transposed", "")],
+)
+def test_a_verdict_that_the_layout_may_explain_says_so(name, hint):
+    text = str(verdict_on(MUTANTS[name].factory))
+    assert ("The layout in the adapter may be wrong instead" in text) is bool(hint) and hint in text
+
+
+def test_each_step_is_announced():
+    """If the process ends, its caller knows in which dtype and case."""
+    *begun, verdict = check_in_steps(FACTORIES["torch/experts"], [torch.bfloat16])
+    assert begun[0] == "bfloat16, a step, random" and begun[-1] == "bfloat16, the same step twice, random"
+    steps = [f"bfloat16, {finding.way}, {finding.case}" for finding in verdict.findings]
+    assert [one for one in begun if one in steps] == list(dict.fromkeys(steps))
 
 
 def test_an_error_is_said_with_its_place_in_the_layers_own_code():

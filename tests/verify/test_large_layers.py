@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import returned
 
 from moeblaze_ref.verify.layers import adapter, cases, check, large
 from moeblaze_ref.verify.layers.adapter import Sizes
@@ -29,7 +30,7 @@ def _small(monkeypatch):
 def verdict_on(factory):
     """As of `check_layer`, which refuses the full sizes on a CPU."""
     made = adapter.make(factory, check.PROBE, torch.float32, "cpu")
-    return check._Check(factory, made, torch.float32, "cpu").verdict(seeds=1, large=True)
+    return returned(check._Check(factory, made, torch.float32, "cpu").verdict(seeds=1, large=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

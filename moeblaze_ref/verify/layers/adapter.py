@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.checks import kind
-from moeblaze_ref.core.config import ACTIVATIONS, is_gated
+from moeblaze_ref.core.config import ACTIVATIONS, UNGATED_ACTIVATIONS, is_gated
 from moeblaze_ref.core.routers import WEIGHS, Router, named
 from moeblaze_ref.nn.routed_experts import either
 from moeblaze_ref.verify.layers import layouts
@@ -30,6 +30,7 @@ def takes_gate(activation: Activation) -> bool:
 ALIGNED = 8  #: elements of 16 bytes in the narrow dtypes: the ``multiple`` of many layers
 INDEX_DTYPES = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which layers are checked
+GIVE_ROUTER = "give router, such as router='mixtral'"
 SHARED = ("shared_gate", "shared_up", "shared_down")
 
 
@@ -142,6 +143,21 @@ class Adapter:
         """What the router does; None if the routing is given."""
         return None if self.router is None else named(self.router)
 
+    def check_call(self) -> None:
+        """Check that the layer can be called with what it is given; one that does not say what it takes is taken.
+
+        Raises
+        ------
+        TypeError
+            If it takes something else.
+        """
+        given = ("x", "topk_index", "topk_weights") if self.router is None else ("x",)
+        called = self.module.forward if isinstance(self.module, nn.Module) else self.module
+        if takes := _takes_instead(called, *given):
+            inside = "router says that its router is inside"
+            why = f"has it a router inside? Then {GIVE_ROUTER}" if self.router is None else inside
+            raise TypeError(f"the layer takes {takes}, but it is called with {', '.join(given)}: {why}")
+
     def places(self, sizes: Sizes) -> list[tuple[Place, Tensor]]:
         """Return the parameters that hold the weights.
 
@@ -173,7 +189,10 @@ class Adapter:
             raise ValueError(f"weights has no layout of {', '.join(missing)}, which {self._described()} needs")
         biases = {f"{role}_bias" for role in self._of_experts()}
         if useless := [role for role in layouts.ROLES if role in named - needed - biases]:
-            raise ValueError(f"weights has a layout of {', '.join(useless)}, which {self._described()} does not use")
+            forgot = f": {GIVE_ROUTER}, or remove it" if self.router is None and "router" in useless else ""
+            raise ValueError(
+                f"weights has a layout of {', '.join(useless)}, which {self._described()} does not use{forgot}"
+            )
 
     def _of_experts(self) -> list[str]:
         return ["gate", "up", "down"] if takes_gate(self.activation) else ["up", "down"]
@@ -206,10 +225,15 @@ def _tensor_of(place: Place, tensors: Mapping[str, Tensor], sizes: Sizes, shared
     """Return the parameter, whose shape must be that of its layout."""
     if place.name not in tensors:
         raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
-    tensor, shape = tensors[place.name], place.layout.shape(sizes._asdict() | {"s": shared})
+    known = sizes._asdict() | {"s": shared}
+    tensor, shape = tensors[place.name], place.layout.shape(known)
     if tuple(tensor.shape) != shape:
-        wanted = f"({place.layout.text}) with {sizes} is {shape}"
-        raise ValueError(f"{place.name} has shape {tuple(tensor.shape)}, but {wanted}")
+        named = ", ".join(f"{axis} = {known[axis]}" for axis in place.layout.plain)
+        orders = [f"({order.text})" for order in place.layout.orders() if order.shape(known) == tuple(tensor.shape)]
+        fits = f": {' or '.join(orders)} would fit" if orders else ""
+        raise ValueError(
+            f"{place.name} has shape {tuple(tensor.shape)}, but ({place.layout.text}) with {named} is {shape}{fits}"
+        )
     return tensor
 
 
@@ -235,7 +259,11 @@ def _check_function(activation: Callable[[Tensor, Tensor], Tensor]) -> None:
     try:
         found = activation(rows, rows)
     except Exception as error:
-        raise ValueError(f"activation raised {in_a_line(error)}") from error
+        ungated = ", ".join(UNGATED_ACTIVATIONS)
+        raise ValueError(
+            f"activation raised {in_a_line(error)}: a function is called with gate and up; "
+            f"that of an ungated layer is a name, one of {ungated}"
+        ) from error
     if not isinstance(found, Tensor) or found.shape != rows.shape:
         raise ValueError(f"activation returns {kind(found)}, but it must return a tensor (R, h) for gate and up (R, h)")
 
@@ -313,11 +341,18 @@ def make(factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> Ada
 
 def _check_signature(factory: Factory, given: Mapping[str, Any]) -> None:
     """Check that a factory can be called so; one that does not say what it takes is called."""
+    if takes := _takes_instead(factory, **given):
+        raise TypeError(f"the factory takes {takes}, but it is called with {', '.join(given)} by name")
+
+
+def _takes_instead(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """Return what a function takes if it cannot be called so; nothing if it can, or does not say what it takes."""
     try:
-        signature = inspect.signature(factory)
-    except ValueError:
-        return
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return ""
     try:
-        signature.bind(**given)
+        signature.bind(*arguments, **named)
     except TypeError:
-        raise TypeError(f"the factory takes {signature}, but it is called with {', '.join(given)} by name") from None
+        return str(signature)
+    return ""

@@ -1,7 +1,7 @@
 """Check an MoE layer: hard routings, every gradient, and ways of running a step in which layers go wrong."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class Finding(NamedTuple):
     units: float  #: the largest error in units of its bound; infinite if an error was raised
     wrong: tuple[Deviation, ...]
     raised: str  #: the error that the layer raised, or what it did that no layer may; or nothing
+    fault: str = ""  #: the same in a few words, such as "raises RuntimeError"
 
     @property
     def ok(self) -> bool:
@@ -85,11 +86,21 @@ class Verdict(NamedTuple):
         """The first finding that is wrong."""
         return next((finding for finding in self.findings if not finding.ok), None)
 
+    @property
+    def what(self) -> str:
+        """What is wrong, in a few words: the class of the bug, or what the layer did in place of computing."""
+        if self.bug_class == UNKNOWN and self.first:
+            return self.first.fault or UNKNOWN
+        return self.bug_class or "not deterministic"
+
     def __str__(self) -> str:
         if self.ok:
             return f"{self.dtype}: right; the largest error is {self.units:.2f} times its bound"
         first = self.first or "two runs of a step differ in their bits, and the layer claims that they do not"
-        return f"{self.dtype}: wrong ({self.bug_class or 'not deterministic'})\n{first}"
+        lines = [f"{self.dtype}: wrong ({self.what})", str(first)]
+        if self.bug_class in diagnosis.LAYOUTS:
+            lines.append(f"The layout in the adapter may be wrong instead: {diagnosis.LAYOUTS[self.bug_class]}.")
+        return "\n".join(lines)
 
 
 def check_layer(
@@ -121,22 +132,37 @@ def check_layer(
     Raises
     ------
     TypeError
-        If the factory returns no adapter.
+        If the factory returns no adapter, or the layer cannot be called with what it is given.
     ValueError
         If the factory raises an error, the adapter's weights do not fit its layouts, it does not compute in a dtype, or
         large steps should run on a CPU.
     """
+    return (event for event in check_in_steps(factory, dtypes, device, seeds, large) if isinstance(event, Verdict))
+
+
+def check_in_steps(
+    factory: Factory,
+    dtypes: Iterable[torch.dtype] | None = None,
+    device: str = "cpu",
+    seeds: int = 1,
+    large: bool = False,
+) -> Iterator[str | Verdict]:
+    """Yield what `check_layer` yields, and the dtype, way and case of each step before it begins."""
     if large and torch.device(device).type == "cpu":
         raise ValueError("layers of more than 2^31 elements run on a GPU alone: the device is cpu, but it must be cuda")
     adapter = adapters.make(factory, PROBE, torch.float32, device)
+    adapter.check_call()
     adapter.places(PROBE)
     chosen = tuple(dtypes or adapter.dtypes)
     if refused := set(chosen) - set(adapter.dtypes):
         raise ValueError(f"the layer computes in {either(adapter.dtypes)}, not in {either(refused)}")
     for dtype in chosen:
         with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
-            verdict = _Check(factory, adapter, dtype, device).verdict(seeds, large)
+            verdict = yield from _Check(factory, adapter, dtype, device).verdict(seeds, large)
         yield verdict
+
+
+Begun = Generator[str, None, list[Finding]]  # yields what begins, and returns what was found
 
 
 class _Check(NamedTuple):
@@ -147,47 +173,59 @@ class _Check(NamedTuple):
     dtype: torch.dtype
     device: str
 
-    def verdict(self, seeds: int, large: bool) -> Verdict:
+    def verdict(self, seeds: int, large: bool) -> Generator[str, None, Verdict]:
         """Run everything, and name what is wrong. A layer that is wrong in a plain step runs in no other way."""
         patterns = cases.patterns_for(self.adapter)
         evidence: list[Evidence] = []
-        steps = [finding for pattern in patterns for finding in self._steps(pattern, seeds, evidence)]
+        steps: list[Finding] = []
+        for pattern in patterns:
+            for seed in range(seeds):
+                steps += yield from self._run("a step", ways.plain, pattern, seed, evidence)
         of_ways: list[Evidence] = []
         refused = ways.refused(self.adapter)
-        others = [*self._ways(patterns[0], refused, of_ways, large)] if _right(steps) else []
+        others = (yield from self._ways(patterns[0], refused, of_ways, large)) if _right(steps) else []
+        yield self._begun("the same step twice", patterns[0].name)
         same = self._is_deterministic(patterns[0])
-        name = str(self.dtype).removeprefix("torch.")
         bug_class = _class_of_ways(others, of_ways) if _right(steps) else _class_of(steps, evidence)
-        return Verdict(name, (*steps, *others), bug_class, same, self.adapter.deterministic, refused)
+        return Verdict(self._name, (*steps, *others), bug_class, same, self.adapter.deterministic, refused)
 
-    def _ways(
-        self, pattern: Pattern, refused: Collection[str], evidence: list[Evidence], large: bool
-    ) -> Iterator[Finding]:
+    @property
+    def _name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def _begun(self, way: str, case: str) -> str:
+        return f"{self._name}, {way}, {case}"
+
+    def _ways(self, pattern: Pattern, refused: Collection[str], evidence: list[Evidence], large: bool) -> Begun:
+        found: list[Finding] = []
         for name, way in ways.WAYS.items():
             if name not in refused:
-                yield from self._run(name, way, pattern, 0, evidence)
+                found += yield from self._run(name, way, pattern, 0, evidence)
         if large:
-            yield from self._large_steps()
+            found += yield from self._large_steps()
+        return found
 
-    def _steps(self, pattern: Pattern, seeds: int, evidence: list[Evidence]) -> Iterator[Finding]:
-        for seed in range(seeds):
-            yield from self._run("a step", ways.plain, pattern, seed, evidence)
-
-    def _run(self, name: str, way: Way, pattern: Pattern, seed: int, evidence: list[Evidence]) -> Iterator[Finding]:
+    def _run(self, name: str, way: Way, pattern: Pattern, seed: int, evidence: list[Evidence]) -> Begun:
         """Run a way, and compare all that it yields; an error that the layer raises is a finding."""
+        yield self._begun(name, pattern.name)
+        found: list[Finding] = []
         try:
             layer = CheckedLayer.make(self.factory, pattern.sizes, self.dtype, self.device)
             for one in _compared(layer, way(layer, pattern, seed), cases.spec_of(layer.adapter, pattern.sizes.k)):
                 evidence.append(one.evidence)
-                yield Finding(name, pattern.name, one.how, one.evidence.units, tuple(one.evidence.wrong), "")
+                found.append(Finding(name, pattern.name, one.how, one.evidence.units, tuple(one.evidence.wrong), ""))
         except LayerFault as fault:
-            yield Finding(name, pattern.name, "", math.inf, (), str(fault))
+            found.append(Finding(name, pattern.name, "", math.inf, (), str(fault), fault.kind))
+        return found
 
-    def _large_steps(self) -> Iterator[Finding]:
+    def _large_steps(self) -> Begun:
         """Steps of large layers; one for which the device has no room is no finding."""
+        found: list[Finding] = []
         with large_cases.alone():
             for case in large_cases.cases_for(self.adapter):
-                yield from self._large_step(case)
+                yield self._begun(large_cases.WAY, case.pattern.name)
+                found += self._large_step(case)
+        return found
 
     def _large_step(self, case: Large) -> Iterator[Finding]:
         name = case.pattern.name
@@ -197,7 +235,7 @@ class _Check(NamedTuple):
             yield Finding(large_cases.WAY, name, "", found.units, found.wrong, "")
         except LayerFault as fault:
             if not is_out_of_memory(fault):
-                yield Finding(large_cases.WAY, name, "", math.inf, (), str(fault))
+                yield Finding(large_cases.WAY, name, "", math.inf, (), str(fault), fault.kind)
 
     def _is_deterministic(self, pattern: Pattern) -> bool | None:
         """Whether two runs of a step give the same bits; None if the layer raises an error, which is a finding."""

@@ -188,16 +188,22 @@ def _has_idle_experts(case: Case) -> bool:
 # ---- the classes ---------------------------------------------------------------------------
 
 STALE, STATE = "stale gradient of an expert without tokens", "state of an earlier step"
+SWAPPED, MISREAD = "gate and up exchanged", "gate and up columns misread"
+#: of classes that the layout of a right layer can look like: what to look for
+LAYOUTS = {
+    SWAPPED: "it may say gate_up where the layer has up_gate, or the reverse",
+    MISREAD: "it may say 2h where the layer has h2, or the reverse",
+}
 
 CLASSES = (
     BugClass(
-        "gate and up exchanged",
+        SWAPPED,
         "It applies the activation to the up-projection.",
         "sglang 0.5.23, srt/hardware_backend/npu/quantization/online_moe_methods.py, line 49",
         predictions.swapped,
     ),
     BugClass(
-        "gate and up columns misread",
+        MISREAD,
         "It reads concatenated columns of gate and up as alternating ones, or the reverse.",
         "Dao-AILab/sonic-moe#45",
         predictions.interleaved,

@@ -8,9 +8,23 @@ from typing import NamedTuple
 
 import torch
 
+from moeblaze_ref.core import checks
+
 
 class LayerFault(ValueError):
-    """A layer or its factory raised an error, or did what no layer may; the message is one line."""
+    """A layer or its factory raised an error, or did what no layer may.
+
+    Parameters
+    ----------
+    message : str
+        One line.
+    kind : str
+        What it is in a few words, such as "raises RuntimeError".
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -31,8 +45,8 @@ def raised(error: BaseException) -> str:
     return in_a_line(error) + where
 
 
-# What calls a layer, and what a layer calls.
-_OTHERS = (str(PurePath(__file__).parent), str(PurePath(torch.__file__).parent), "<")
+# What calls a layer, what a layer calls, and what checks its description.
+_OTHERS = (*(str(PurePath(file).parent) for file in (__file__, torch.__file__, checks.__file__)), "<")
 
 
 @contextmanager
@@ -45,13 +59,13 @@ def faults_of_a_layer(device: str) -> Iterator[None]:
     except LayerFault:
         raise
     except Exception as error:
-        raise LayerFault(raised(error)) from error
+        raise LayerFault(raised(error), f"raises {type(error).__name__}") from error
     finally:
         after = Settings.now()
         before.restore()
     for name, old, new in zip(SETTINGS, before, after, strict=True):
         if old != new:
-            raise LayerFault(f"it changes torch's {name} from {old} to {new}")
+            raise LayerFault(f"it changes torch's {name} from {old} to {new}", f"changes torch's {name}")
 
 
 def _wait_for(device: str) -> None:

@@ -54,7 +54,7 @@ class CheckedLayer(NamedTuple):
             adapter = adapters.make(factory, sizes, dtype, device)
             return cls(adapter, adapter.places(sizes), dtype, device)
         except (ValueError, TypeError) as error:
-            raise LayerFault(str(error)) from error
+            raise LayerFault(str(error), "cannot be made") from error
 
     @property
     def gate_dtype(self) -> torch.dtype:
@@ -92,6 +92,8 @@ class CheckedLayer(NamedTuple):
     ) -> dict[str, Tensor | None]:
         """The same as they are: by the names of parameters, on the device; None where autograd has none."""
         wanted = self.wanted(inputs)
+        if not out.requires_grad:
+            raise LayerFault("the output has no gradient: it is detached from x and from the weights", "no gradient")
         with faults_of_a_layer(self.device):
             found = torch.autograd.grad(out, list(wanted.values()), d_out, retain_graph, allow_unused=True)
         return dict(zip(wanted, found, strict=True))
@@ -123,7 +125,7 @@ class CheckedLayer(NamedTuple):
         self.raw_gradients(self.forward(inputs), d_out, inputs)
         for name, tensor in given.items():
             if not torch.equal(tensor, before[name]):
-                raise LayerFault(f"it changes {name}")
+                raise LayerFault(f"it changes {name}", f"changes {name}")
 
     @contextmanager
     def frozen(self, inputs: Inputs, trained: Sequence[str]) -> Iterator[None]:
@@ -142,16 +144,18 @@ def _checked(out: Any, x: Tensor) -> Tensor:
     """Return the output, of the shape, dtype and device of x; under autocast it may have that dtype."""
     first = out[0] if isinstance(out, tuple) and out else out
     if not isinstance(first, Tensor):
-        raise LayerFault(f"the output is {checks.kind(first)}, but it must be a tensor, or a tuple that begins with it")
+        must = "it must be a tensor, or a tuple that begins with it"
+        raise LayerFault(f"the output is {checks.kind(first)}, but {must}", "type of the output")
     if first.shape != x.shape:
-        raise LayerFault(f"the output has shape {tuple(first.shape)}, but it must be {tuple(x.shape)}")
+        shapes = f"{tuple(first.shape)}, but it must be {tuple(x.shape)}"
+        raise LayerFault(f"the output has shape {shapes}", "shape of the output")
     allowed = [x.dtype]
     if torch.is_autocast_enabled(x.device.type):
         allowed.append(torch.get_autocast_dtype(x.device.type))
     if first.dtype not in allowed:
-        raise LayerFault(f"the output has {first.dtype}, but x has {x.dtype}")
+        raise LayerFault(f"the output has {first.dtype}, but x has {x.dtype}", "dtype of the output")
     if first.device != x.device:
-        raise LayerFault(f"the output is on {first.device}, but x is on {x.device}")
+        raise LayerFault(f"the output is on {first.device}, but x is on {x.device}", "device of the output")
     return first
 
 

@@ -6,7 +6,8 @@ columns, and ``h2`` if they alternate. ``E*h`` is one axis of both, the h rows o
 parameter with ``*`` stands for one parameter an expert, whose layout leaves E out.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class Layout(NamedTuple):
         layout = cls(roles, tuple(axes.replace(MERGED, "E ").split()), axes.startswith(MERGED), num_experts)
         plain = ROLES[roles[0]]
         right = {plain, plain[1:]} if plain[0] == "E" else {plain}
-        if not any(sorted(layout._plain) == sorted(wanted) for wanted in right) or layout._fuses != len(roles) - 1:
+        if not any(sorted(layout.plain) == sorted(wanted) for wanted in right) or layout._fuses != len(roles) - 1:
             allowed = " or ".join(repr(form) for form in _forms(plain, len(roles) > 1))
             raise ValueError(
                 f"the layout {text!r} has the axes {axes!r}, but it must have those of {allowed}, in any order"
@@ -82,7 +83,8 @@ class Layout(NamedTuple):
         return " ".join(self.axes).replace("E ", MERGED, 1) if self.merged else " ".join(self.axes)
 
     @property
-    def _plain(self) -> tuple[str, ...]:
+    def plain(self) -> tuple[str, ...]:
+        """The axes without the 2 of a fused tensor."""
         return tuple(axis.strip("2") for axis in self.axes)
 
     @property
@@ -94,6 +96,12 @@ class Layout(NamedTuple):
         shape = tuple(sizes[axis.strip("2")] * (2 if "2" in axis else 1) for axis in self.axes)
         return (shape[0] * shape[1], *shape[2:]) if self.merged else shape
 
+    def orders(self) -> Iterator["Layout"]:
+        """Yield a layout for each order of the same axes."""
+        for axes in itertools.permutations(self.axes):
+            if not self.merged or axes[0] == "E":
+                yield self._replace(axes=axes)
+
     def parts(self, tensor: Tensor) -> Weights:
         """Return views of the tensor by role, in the axes of the reference."""
         tensor = tensor.unflatten(0, (self.num_experts, -1)) if self.merged else tensor
@@ -102,7 +110,7 @@ class Layout(NamedTuple):
         return {role: self._in_order(half, role) for role, half in zip(self.roles, halves, strict=True)}
 
     def _in_order(self, half: Tensor, role: str) -> Tensor:
-        return half.permute([self._plain.index(axis) for axis in ROLES[role] if axis in self._plain])
+        return half.permute([self.plain.index(axis) for axis in ROLES[role] if axis in self.plain])
 
 
 def _forms(axes: Sequence[str], fused: bool) -> list[str]:

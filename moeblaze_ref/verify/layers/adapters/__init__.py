@@ -1,7 +1,5 @@
 """Layers of others and of ours, ready to be checked, by name."""
 
-import difflib
-
 from moeblaze_ref.core import checks
 from moeblaze_ref.verify.layers import adapter
 from moeblaze_ref.verify.layers.adapter import Factory
@@ -28,12 +26,17 @@ def check_name(name: str) -> None:
     """
     if ":" in name:
         adapter.parts_of(name)
-    else:
-        known = factories() | on_gpu()
-        if not difflib.get_close_matches(name, known):
-            allowed = ", ".join(known)
-            raise ValueError(f"unknown layer {name!r}: yours is MODULE:FACTORY, and the project has {allowed}")
-        checks.check_name("layer", name, known)
+        return
+    known = factories() | on_gpu()
+    projects = list(dict.fromkeys(one.partition("/")[0] for one in known))
+    project = name.partition("/")[0]
+    if project not in projects:
+        yours = f"{name if name.isidentifier() else 'MODULE'}:FACTORY"
+        raise ValueError(
+            f"unknown layer {name!r}: write {yours} for yours. Names of the package's begin with "
+            f"{', '.join(f'{one}/' for one in projects)}; --layer {projects[0]} lists those of {projects[0]}"
+        )
+    checks.check_name("layer", name, [one for one in known if one.startswith(f"{project}/")])
 
 
 def named(name: str) -> Factory:
