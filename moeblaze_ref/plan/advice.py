@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moeblaze_ref.core.config import ITEMSIZE
 from moeblaze_ref.core.units import GB
 from moeblaze_ref.plan.experts import GroupedExperts
 from moeblaze_ref.plan.flops import forward_flops, part_flops
@@ -88,7 +89,7 @@ def _candidates(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
     yield f"--pipeline {more.pipeline}", {"parallel": more}, _of_pipeline(run, more)
     if any(isinstance(part, GroupedExperts) for part in run.model.parts):
         more = replace(parallel, data=2 * parallel.data, expert=2 * parallel.expert)
-        yield f"--data {more.data} --expert {more.expert}", {"parallel": more}, f"{TWICE}, and routed rows are sent"
+        yield f"--data {more.data} --expert {more.expert}", {"parallel": more}, _of_experts(run, more)
     for name in RECIPES:
         yield f"--recipe {name}", {"recipe": name}, OF_RECIPES[name]
     for name in OFFLOADS:
@@ -133,6 +134,13 @@ def _of_pipeline(run: Run, parallel: Parallel) -> str:
     """The cost of more stages: what a stage sends on, and how long it waits."""
     sent = 2 * parallel.micro_batches * run.worst.stream / GB
     return f"{TWICE}, {sent:,.2f} GB sent; each stage waits {parallel.bubble:.0%} of a step"
+
+
+def _of_experts(run: Run, parallel: Parallel) -> str:
+    """The cost of dividing the experts: their rows travel there and back, in the forward and in the backward."""
+    numbers = sum(int(part.rows(run.step)) * part.d for part in run.model.parts if isinstance(part, GroupedExperts))
+    away = 4 * parallel.micro_batches * (1 - 1 / parallel.expert) / (parallel.tensor * parallel.pipeline)
+    return f"{TWICE}, {away * numbers * ITEMSIZE[RECIPES[run.recipe].dtype] / GB:,.1f} GB of routed rows sent"
 
 
 def _received(run: Run, weights: int) -> str:

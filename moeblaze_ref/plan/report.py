@@ -126,7 +126,7 @@ def peak_table(run: Run) -> Table:
     stage = run.worst
     peak, phases = stage.peak, stage.peaks
     where = f"stage {stage.number}, " if run.parallel.pipeline > 1 else ""
-    table = _table(f"At the peak of the fullest GPU: {where}{peak.phase}, {peak.where}; and of each phase, in GB")
+    table = _table(f"At the peak of the fullest GPU: {where}{peak.phase}, {peak.where}; phases in GB")
     table.add_column("what")
     for name in ("bytes", "part", *phases):
         table.add_column(name, justify="right", no_wrap=True)

@@ -46,6 +46,12 @@ def test_what_is_there_already_is_not_advised():
     assert not names & {"--checkpoint layer", "--recipe bf16", "--offload optimizer"}
 
 
+def test_experts_elsewhere_cost_the_rows_that_travel():
+    """By hand: 48 layers, 2 * 4,096 tokens with 8 rows of 2,048 numbers, 4 trips, of which half stay."""
+    (cost,) = (one.cost for one in changes(run(), most=99) if one.what == "--data 2 --expert 2")
+    assert f"{48 * 8192 * 8 * 2048 * 2 * 4 / 2 / 1e9:,.1f} GB of routed rows sent" in cost
+
+
 def test_a_checkpoint_costs_the_forward_of_the_layers():
     before = run("deepseek-v3", parallel=Parallel(data=64, expert=64, pipeline=16, micro_batches=16))
     (cost,) = (one.cost for one in changes(before, most=99) if one.what == "--checkpoint layer")
