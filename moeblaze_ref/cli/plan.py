@@ -1,7 +1,6 @@
 """``moeblaze plan``: every byte of a model's training step, from its config.json."""
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +49,9 @@ def plan(
     from moeblaze_ref.plan.run import Run
     from moeblaze_ref.plan.shares import Parallel
 
+    def spread(other: Run) -> Run:
+        return skew.of_run(other, trace, zipf).worst(other)
+
     with user_errors():
         parallel = Parallel(data, expert, tensor, pipeline, zero, micro_batches)
         model = configs.with_experts(configs.find(config), experts)
@@ -58,7 +60,7 @@ def plan(
         if expert == 1 and (trace is not None or zipf is not None):
             raise ValueError(f"expert is {expert}, but a trace and zipf say how unevenly several GPUs get rows")
         uneven = skew.of_run(even, trace, zipf)
-        run = replace(even, imbalances=uneven.worst)
+        run = uneven.worst(even)
         checks.check_within("overhead", overhead, 0, 1)
         if sweep:
             checks.check_name("sweep", sweep, sweeps.AXES)
@@ -66,11 +68,11 @@ def plan(
                 raise ValueError("--sweep draws a plot: it needs a folder, --plots")
         if plots:
             _check_folder(plots, sweep, force)
-        found = advice.changes(run, imbalances=lambda other: skew.of_run(other, trace, zipf).worst)
+        found = advice.changes(run, spread=spread)
     shown = functools.partial(report.tables, run, found, uneven, overhead)
     show(as_json, report.as_json(run, found, uneven, overhead), shown, indent=2)
     if plots:
-        _write(run, sweep, plots, force)
+        _write(run, sweep, spread, plots, force)
 
 
 def _check_folder(folder, sweep, force):
@@ -79,19 +81,19 @@ def _check_folder(folder, sweep, force):
     figures.check(folder, (*PLOTS, *([f"plan_by_{sweep}"] if sweep else [])), force)
 
 
-def _write(run, sweep, folder, force):
+def _write(run, sweep, spread, folder, force):
     from moeblaze_ref.core import figures
 
     with user_errors():
-        written = figures.save_all(drawn(run, sweep), folder, force)
+        written = figures.save_all(drawn(run, sweep, spread), folder, force)
     print_plots(written)
 
 
-def drawn(run, sweep) -> dict:
+def drawn(run, sweep, spread) -> dict:
     """Return the plots of a run, Matplotlib's figures, by their names."""
     from moeblaze_ref.plan import plots, sweeps
 
     found = dict(zip(PLOTS, (plots.over_time(run), plots.by_kind(run)), strict=True))
     if sweep:
-        found[f"plan_by_{sweep}"] = plots.swept(sweep, sweeps.sweep(run, sweep))
+        found[f"plan_by_{sweep}"] = plots.swept(sweep, sweeps.sweep(run, sweep, spread))
     return found

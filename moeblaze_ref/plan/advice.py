@@ -6,14 +6,12 @@ from typing import Any
 
 from moeblaze_ref.core.config import ITEMSIZE
 from moeblaze_ref.core.units import GB
-from moeblaze_ref.plan.experts import GroupedExperts
+from moeblaze_ref.plan.experts import GroupedExperts, MoEBlock
 from moeblaze_ref.plan.flops import forward_flops, part_flops
 from moeblaze_ref.plan.parts import Part
-from moeblaze_ref.plan.recipes import RECIPES
+from moeblaze_ref.plan.recipes import RECIPES, weight_bytes
 from moeblaze_ref.plan.run import OFFLOADS, Run
 from moeblaze_ref.plan.shares import Parallel
-
-Imbalances = Callable[[Run], tuple[float, ...]]
 
 TERA = 10**12
 TWICE = "twice the GPUs"
@@ -37,7 +35,7 @@ class Change:
     cost: str  #: what a GPU does more in a step
 
 
-def changes(run: Run, most: int = 5, imbalances: Imbalances | None = None) -> list[Change]:
+def changes(run: Run, most: int = 5, spread: Callable[[Run], Run] = lambda run: run) -> list[Change]:
     """The changes that lower the peak, the best first.
 
     Parameters
@@ -45,25 +43,23 @@ def changes(run: Run, most: int = 5, imbalances: Imbalances | None = None) -> li
     run : Run
     most : int
         Changes to return.
-    imbalances : function, optional
-        Gives the imbalances of a changed run. Default: those of ``run``.
+    spread : function, optional
+        Gives a changed run with its own imbalances. Default: those of ``run``.
 
     Returns
     -------
     list of Change
     """
     before = run.worst.peak.bytes
-    possible = _possible(run, imbalances or (lambda other: run.imbalances))
-    found = [Change(what, before - other.worst.peak.bytes, cost) for what, other, cost in possible]
+    found = [Change(what, before - other.worst.peak.bytes, cost) for what, other, cost in _possible(run, spread)]
     return sorted((one for one in found if one.saved > LEAST * before), key=lambda one: -one.saved)[:most]
 
 
-def _possible(run: Run, imbalances: Imbalances) -> Iterator[tuple[str, Run, str]]:
+def _possible(run: Run, spread: Callable[[Run], Run]) -> Iterator[tuple[str, Run, str]]:
     """Yield each changed run that can be counted."""
     for what, fields, cost in _candidates(run):
         try:
-            other = replace(run, **fields)
-            other = replace(other, imbalances=imbalances(other))
+            other = spread(replace(run, **fields))
             if other.worst:
                 yield what, other, cost
         except ValueError:  # the model cannot be divided, checkpointed or computed so
@@ -79,15 +75,15 @@ def _candidates(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield "--checkpoint layer", {"checkpoint": "layer"}, _computed(run, _layers(run))
     if parallel.data > 1 and parallel.zero < 3:
         more = replace(parallel, zero=parallel.zero + 1)
-        yield f"--zero {more.zero}", {"parallel": more}, _of_zero(run, more.zero)
+        yield f"--zero {more.zero}", {"parallel": more}, _of_zero(run, more)
     if parallel.zero:
         yield f"--data {2 * parallel.data}", {"parallel": replace(parallel, data=2 * parallel.data)}, TWICE
     if parallel.data == 1:
         more = replace(parallel, data=2, zero=3)
-        yield "--data 2 --zero 3", {"parallel": more}, f"{TWICE}, {_received(run, run.worst.whole_weights)}"
+        yield "--data 2 --zero 3", {"parallel": more}, f"{TWICE}, {_received(run, more)}"
     more = replace(parallel, pipeline=2 * parallel.pipeline)
     yield f"--pipeline {more.pipeline}", {"parallel": more}, _of_pipeline(run, more)
-    if any(isinstance(part, GroupedExperts) for part in run.model.parts):
+    if _routed(run):
         more = replace(parallel, data=2 * parallel.data, expert=2 * parallel.expert)
         yield f"--data {more.data} --expert {more.expert}", {"parallel": more}, _of_experts(run, more)
     for name in RECIPES:
@@ -131,28 +127,38 @@ def _computed(run: Run, parts: Sequence[Part], share: float = 1.0) -> str:
 
 
 def _of_pipeline(run: Run, parallel: Parallel) -> str:
-    """The cost of more stages: what a stage sends on, and how long it waits."""
-    sent = 2 * parallel.micro_batches * run.worst.stream / GB
-    return f"{TWICE}, {sent:,.2f} GB sent; each stage waits {parallel.bubble:.0%} of a step"
+    """The cost of more stages: what a stage sends on to its neighbours, and how long it waits."""
+    neighbours = min(parallel.pipeline - 1, 2) - min(run.parallel.pipeline - 1, 2)
+    sent = neighbours * parallel.micro_batches * run.worst.stream / GB
+    return f"{TWICE}, {sent:,.2f} GB more sent; each stage waits {parallel.bubble:.0%} of a step"
+
+
+def _routed(run: Run) -> list[GroupedExperts | MoEBlock]:
+    return [part for part in run.model.parts if isinstance(part, GroupedExperts | MoEBlock)]
 
 
 def _of_experts(run: Run, parallel: Parallel) -> str:
-    """The cost of dividing the experts: their rows travel there and back, in the forward and in the backward."""
-    numbers = sum(int(part.rows(run.step)) * part.d for part in run.model.parts if isinstance(part, GroupedExperts))
-    away = 4 * parallel.micro_batches * (1 - 1 / parallel.expert) / (parallel.tensor * parallel.pipeline)
-    return f"{TWICE}, {away * numbers * ITEMSIZE[RECIPES[run.recipe].dtype] / GB:,.1f} GB of routed rows sent"
+    """The cost of dividing the experts more: rows travel there and back, once more if a layer is computed again."""
+    numbers = sum(int(run.step.L) * part.k * part.d for part in _routed(run))
+    more = 1 / run.parallel.expert - 1 / parallel.expert  # of all rows that leave
+    trips = 6 if run.checkpoint == "layer" else 4
+    sent = trips * parallel.micro_batches * more * numbers / (parallel.tensor * parallel.pipeline)
+    return f"{TWICE}, {sent * ITEMSIZE[RECIPES[run.recipe].dtype] / GB:,.1f} GB more of routed rows sent"
 
 
-def _received(run: Run, weights: int) -> str:
-    return f"{2 * run.parallel.micro_batches * weights / GB:,.1f} GB of weights received"
+def _received(run: Run, parallel: Parallel) -> str:
+    """Weights that the other GPUs hold: for each forward and backward."""
+    recipe, weights = RECIPES[run.recipe], run.worst.weights
+    away = sum(weight_bytes(recipe, one.count) * (1 - 1 / parallel.copies(one)) for one in weights)
+    return f"{2 * parallel.micro_batches * away / GB:,.1f} GB of weights received"
 
 
-def _of_zero(run: Run, stage: int) -> str:
+def _of_zero(run: Run, parallel: Parallel) -> str:
     """The cost of ZeRO's next stage: sums of gradients for each micro batch, weights for each forward and backward."""
-    batches = run.parallel.micro_batches
-    if stage == 3:
-        return _received(run, run.worst.divided_weights)
-    return "none" if stage == 1 or batches == 1 else f"gradients are summed {batches} times, not once"
+    batches = parallel.micro_batches
+    if parallel.zero == 3:
+        return _received(run, parallel)
+    return "none" if parallel.zero == 1 or batches == 1 else f"gradients are summed {batches} times, not once"
 
 
 def _moved(run: Run, name: str) -> str:

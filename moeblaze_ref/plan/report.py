@@ -51,7 +51,7 @@ def as_json(
         "checkpoint": run.checkpoint,
         "offload": list(run.offload),
         "imbalance": run.imbalance,
-        "imbalances": {"source": uneven.source, "batches": [list(one) for one in uneven.batches]},
+        "imbalances": {"source": uneven.source, "layers": list(run.imbalances), "batch_peaks": uneven.peaks(run)},
         "bubble": parallel.bubble,
         "forward_flops": forward_flops(run.model, step),
         "notes": notes(run),
@@ -153,7 +153,7 @@ def fits(run: Run, uneven: Unevenness, overhead: float) -> list[str]:
     least = f"{enough[0]} GB are enough" if enough else f"{CAPACITIES[-1]} GB are not enough"
     short = [f"{one} GB: {(needed - one * GB) / GB:,.1f} short" for one in CAPACITIES if one not in enough]
     found = [f"{needed / GB:,.1f} GB with {overhead:.0%} for the allocator: {least}. {'; '.join(short)}"]
-    if len(uneven.batches) > 1:
+    if len(uneven.shares) > 1:
         needs = [peak * (1 + overhead) for peak in uneven.peaks(run)]
         parts = (f"{one} GB {sum(need > one * GB for need in needs) / len(needs):.0%}" for one in CAPACITIES)
         found.append(f"Batches whose peak is above a capacity: {', '.join(parts)}.")

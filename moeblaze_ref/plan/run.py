@@ -83,14 +83,18 @@ class Run:
         )
 
     @property
+    def routed_layers(self) -> int:
+        """Layers with routed experts."""
+        return sum(map(_is_routed, self.model.layers))
+
+    @property
     def _factors(self) -> list[float]:
         """The imbalance of each layer of the model; 1 where there are no routed experts."""
-        routed = [any(isinstance(part, Router | MoEBlock) for part in layer) for layer in self.model.layers]
-        numbers = accumulate(routed, initial=0)  # of layers with experts before each
-        step = len(self.imbalances) / max(sum(routed), 1)
+        routed = [_is_routed(layer) for layer in self.model.layers]
+        before = accumulate(routed, initial=0)
+        step = len(self.imbalances) / max(self.routed_layers, 1)
         return [
-            self.imbalances[int(number * step)] if has_experts else 1.0
-            for has_experts, number in zip(routed, numbers, strict=False)
+            self.imbalances[int(count * step)] if here else 1.0 for here, count in zip(routed, before, strict=False)
         ]
 
     @cached_property
@@ -108,6 +112,12 @@ class Stage:
     first_layer: int  #: number of its first layer in the model
     model: Model  #: its share
     step: Step
+
+    @property
+    def routed_layers(self) -> int:
+        """Its layers with routed experts."""
+        first = self.first_layer
+        return sum(map(_is_routed, self.run.model.layers[first : first + len(self.model.layers)]))
 
     @property
     def _recipe(self) -> recipes.Recipe:
@@ -205,11 +215,6 @@ class Stage:
         return sum(recipes.weight_bytes(self._recipe, weight.count) for weight in self.weights)
 
     @property
-    def divided_weights(self) -> int:
-        """Bytes of the weights here of which other GPUs have copies."""
-        return self._divided(self.model.parts)
-
-    @property
     def stepped_weights(self) -> int:
         """Bytes of the weights that the optimizer of this GPU changes: those whose states lie here."""
         counts = (count for weight, count in self._counts(from_zero=1) if weight.trained)
@@ -264,6 +269,10 @@ class Stage:
     @staticmethod
     def _fullest(instants: Iterable[Instant]) -> Instant:
         return max(instants, key=lambda instant: instant.bytes)
+
+
+def _is_routed(layer: Sequence[Part]) -> bool:
+    return any(isinstance(part, Router | MoEBlock) for part in layer)
 
 
 def _inner(parts: Sequence[Part]) -> Iterator[Part]:

@@ -4,9 +4,9 @@ An imbalance is the number of routed rows of one GPU's experts in a layer, divid
 their order, as many on each GPU.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 
@@ -18,11 +18,8 @@ from moeblaze_ref.plan.run import Run
 SEED = 0  # of the order in which Zipf's popular experts are dealt to GPUs
 
 
-Factors = tuple[float, ...]  # of one GPU, one for each layer with experts
-
-
 def trace_imbalances(trace: RoutingTrace, gpus: int, tokens: int) -> np.ndarray:
-    """The imbalance of each layer on the GPU that has most rows of all layers together, in each batch of a trace.
+    """The imbalance of each layer on each GPU, in each batch of a trace.
 
     Parameters
     ----------
@@ -34,7 +31,7 @@ def trace_imbalances(trace: RoutingTrace, gpus: int, tokens: int) -> np.ndarray:
 
     Returns
     -------
-    ndarray (batches, layers) float64
+    ndarray (batches, gpus, layers) float64
 
     Raises
     ------
@@ -44,15 +41,14 @@ def trace_imbalances(trace: RoutingTrace, gpus: int, tokens: int) -> np.ndarray:
     of_gpu = _experts_of_a_gpu(trace.num_experts, gpus)
     count = max(1, len(trace.topk) // tokens)
     batches = [trace.topk[i * tokens : (i + 1) * tokens] for i in range(count)]
-    return np.array([_fullest(batch // of_gpu, gpus) for batch in batches])
+    return np.array([_shares(batch // of_gpu, gpus) for batch in batches])
 
 
-def _fullest(gpu_of_choice: np.ndarray, gpus: int) -> np.ndarray:
-    """The shares (layers,) of the GPU that has most, as multiples of an even share; choices are (tokens, layers, k)."""
+def _shares(gpu_of_choice: np.ndarray, gpus: int) -> np.ndarray:
+    """Rows (gpus, layers) as multiples of an even share, of choices (tokens, layers, k)."""
     layers = np.moveaxis(gpu_of_choice, 1, 0)
     counts = np.array([np.bincount(layer.ravel(), minlength=gpus) for layer in layers])
-    fullest = counts.sum(0).argmax()
-    return np.asarray(counts[:, fullest] / counts.mean(1))
+    return np.asarray(counts.T / counts.mean(1))
 
 
 def zipf_imbalance(num_experts: int, gpus: int, exponent: float, k: int = 1) -> float:
@@ -95,19 +91,49 @@ class Unevenness:
     """The imbalances of a run's batches, and where they come from."""
 
     source: str  #: in words
-    batches: tuple[Factors, ...]  #: of each batch, those of its fullest GPU
+    shares: np.ndarray  #: (batches, gpus, layers), as of `trace_imbalances`
 
-    @property
-    def worst(self) -> Factors:
-        """The imbalances of the batch whose fullest GPU has most rows."""
-        return max(self.batches, key=mean)
+    def worst(self, run: Run) -> Run:
+        """Return the run with the imbalances, on each stage of the pipeline, of the GPU and batch that need most."""
+        return replace(run, imbalances=self._of_stages(run, slice(None)))
 
     def peaks(self, run: Run) -> list[int]:
         """Bytes of the run's peak in each batch."""
-        return [replace(run, imbalances=one).worst.peak.bytes for one in self.batches]
+        count = len(self.shares)
+        batches = (replace(run, imbalances=self._of_stages(run, slice(i, i + 1))) for i in range(count))
+        return [one.worst.peak.bytes for one in batches]
+
+    def _of_stages(self, run: Run, batches: slice) -> tuple[float, ...]:
+        """The imbalances of each layer with experts: those of its stage's GPU that needs most, in some batches."""
+        if self.shares.size == 1:
+            return (float(self.shares.item()),)
+        found: list[float] = []
+        for layers, of_sum, of_most in _growth(run, self.shares.shape[2]):
+            shares = self.shares[batches][..., layers].reshape(-1, len(layers))
+            most = shares.max(1, initial=0)
+            found += shares[np.argmax(of_sum * shares.sum(1) + of_most * most)].tolist()
+        return tuple(found)
 
 
-EVEN = Unevenness("spread evenly", ((1.0,),))
+def _growth(run: Run, depth: int) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Yield for each stage its layers with experts, as layers of a trace, and how its peak grows with their rows.
+
+    What is kept grows with the sum over the layers, and what passes with the layer that has most rows: by so many bytes
+    for one more even share.
+    """
+    even, twice = (replace(run, imbalances=(factor,)).stages for factor in (1.0, 2.0))
+    of_trace = np.arange(run.routed_layers) * depth // max(run.routed_layers, 1)
+    first = 0
+    for one, two in zip(even, twice, strict=True):
+        layers = of_trace[first : first + one.routed_layers]
+        first += len(layers)
+        grown = two.peak.bytes - one.peak.bytes
+        kept = one.in_flight * (two.kept.total() - one.kept.total()) * ("activations" not in run.offload)
+        kept = min(kept, grown)
+        yield layers, kept // max(len(layers), 1), grown - kept
+
+
+EVEN = Unevenness("spread evenly", np.ones((1, 1, 1)))
 
 
 def of_run(run: Run, trace: Path | None, zipf: float | None) -> Unevenness:
@@ -134,12 +160,12 @@ def of_run(run: Run, trace: Path | None, zipf: float | None) -> Unevenness:
     gpus = run.parallel.expert
     routers = [part for part in run.model.parts if isinstance(part, Router | MoEBlock)]
     if gpus == 1 or not routers:
-        return Unevenness("all on one GPU", ((1.0,),))
+        return replace(EVEN, source="all on one GPU")
     if trace is None and zipf is None:
         return EVEN
     if trace is None:
         factor = zipf_imbalance(routers[0].E, gpus, zipf or 0, routers[0].k)
-        return Unevenness(f"spread by Zipf's law with exponent {zipf}", ((factor,),))
+        return Unevenness(f"spread by Zipf's law with exponent {zipf}", np.full((1, 1, 1), factor))
     found = load(trace)
     for what, of_trace, of_model in (
         ("experts", found.num_experts, routers[0].E),
@@ -148,12 +174,14 @@ def of_run(run: Run, trace: Path | None, zipf: float | None) -> Unevenness:
         if of_trace != of_model:
             raise ValueError(f"{trace} has {of_trace} {what}, but {run.model.name} has {of_model}")
     tokens = run.step.batch * run.step.sequence * gpus // run.parallel.tensor
-    batches = trace_imbalances(found, gpus, tokens)
-    return Unevenness(_source(found, trace.name, len(batches), tokens), tuple(map(tuple, batches.tolist())))
+    shares = trace_imbalances(found, gpus, tokens)
+    return Unevenness(_source(found, trace.name, len(shares), tokens, run.routed_layers), shares)
 
 
-def _source(trace: RoutingTrace, name: str, batches: int, tokens: int) -> str:
-    """Say which tokens of a trace are counted."""
+def _source(trace: RoutingTrace, name: str, batches: int, tokens: int, layers: int) -> str:
+    """Say which tokens and layers of a trace are counted."""
+    depth = trace.topk.shape[1]
+    of = "" if depth == layers else f", whose {depth} layers stand for the model's {layers}"
     if len(trace.topk) < tokens:
-        return f"those of {name}, of {len(trace.topk):,} tokens where a step has {tokens:,}"
-    return f"those of {batches} batch{'es' * (batches > 1)} of {name}"
+        return f"those of {name}, of {len(trace.topk):,} tokens where a step has {tokens:,}{of}"
+    return f"those of {batches} batch{'es' * (batches > 1)} of {name}{of}"

@@ -1,11 +1,10 @@
 """The peak of a run against the batch or the sequence, for each save policy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.plan.configs import Model
-from moeblaze_ref.plan.parts import Step
 from moeblaze_ref.plan.run import Run
 
 AXES = ("batch", "sequence")
@@ -21,7 +20,7 @@ class Line:
     peaks: tuple[int, ...]  #: bytes
 
 
-def sweep(run: Run, axis: str) -> Sequence[Line]:
+def sweep(run: Run, axis: str, spread: Callable[[Run], Run] = lambda run: run) -> Sequence[Line]:
     """Lines of a run's own experts and, where our layer can take their place, of each policy.
 
     Parameters
@@ -29,6 +28,8 @@ def sweep(run: Run, axis: str) -> Sequence[Line]:
     run : Run
     axis : str
         One of ``AXES``; from a quarter of the run's own to eight times it.
+    spread : function, optional
+        Gives a run with its own imbalances. Default: those of ``run``.
 
     Returns
     -------
@@ -38,16 +39,14 @@ def sweep(run: Run, axis: str) -> Sequence[Line]:
     whole = run.parallel.tensor if axis == "sequence" else 1  # GPUs divide a sequence
     sizes = tuple(sorted({max(1, int(own * factor) // whole) * whole for factor in FACTORS}))
     return [
-        Line(name, sizes, tuple(_peak(run, model, axis, size) for size in sizes)) for name, model in _ways(run.model)
+        Line(name, sizes, tuple(spread(_resized(run, model, axis, size)).worst.peak.bytes for size in sizes))
+        for name, model in _ways(run.model)
     ]
 
 
-def _peak(run: Run, model: Model, axis: str, size: int) -> int:
-    return replace(run, model=model, step=_resized(run.step, axis, size)).worst.peak.bytes
-
-
-def _resized(step: Step, axis: str, size: int) -> Step:
-    return replace(step, batch=size) if axis == "batch" else replace(step, sequence=size)
+def _resized(run: Run, model: Model, axis: str, size: int) -> Run:
+    step = replace(run.step, batch=size) if axis == "batch" else replace(run.step, sequence=size)
+    return replace(run, model=model, step=step)
 
 
 def _ways(model: Model) -> list[tuple[str, Model]]:

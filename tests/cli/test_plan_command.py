@@ -127,7 +127,7 @@ def test_a_trace_says_how_often_a_capacity_is_exceeded(tmp_path):
     save(tmp_path / "trace.npz", RoutingTrace(topk, 128))
     traced = (*SPREAD, "--recipe", "bf16", "--sequence", 2500, "--trace", tmp_path / "trace.npz")
     found = planned(*traced)
-    assert found["imbalance"] == 4 and len(found["imbalances"]["batches"]) == 4
+    assert found["imbalance"] == 4 and len(found["imbalances"]["batch_peaks"]) == 4
     assert "80 GB 100%, 96 GB 100%, 141 GB 50%, 192 GB 0%." in moeblaze(*traced).stdout
 
 
@@ -138,12 +138,13 @@ def test_a_gpu_that_is_full_in_one_layer_is_not_full_in_all(tmp_path):
         topk[:, layer] = 32 * (layer % 4) + np.arange(8)
     save(tmp_path / "trace.npz", RoutingTrace(topk, 128))
     found, even = planned(*SPREAD, "--trace", tmp_path / "trace.npz"), planned(*SPREAD)
-    assert found["imbalance"] == 1 and sorted(found["imbalances"]["batches"][0]) == [0] * 6 + [4] * 2
+    assert found["imbalance"] == 1 and sorted(found["imbalances"]["layers"]) == [0] * 36 + [4] * 12
     kept = found["stages"][0]["kept"]["experts"], even["stages"][0]["kept"]["experts"]
     assert kept[0] == pytest.approx(kept[1], rel=1e-6)
     buffers = (one["stages"][0]["resident"]["communication buffers"] for one in (found, even))
     assert next(buffers) == 4 * next(buffers)  # for the fullest layer
     said = moeblaze(*SPREAD, "--trace", tmp_path / "trace.npz").stdout
+    assert "whose 8 layers stand for the model's 48; the fullest GPU gets 1.00" in " ".join(said.split())
     assert "from 0.00 to 4.00 in a layer" in " ".join(said.split())
 
 

@@ -47,9 +47,25 @@ def test_what_is_there_already_is_not_advised():
 
 
 def test_experts_elsewhere_cost_the_rows_that_travel():
-    """By hand: 48 layers, 2 * 4,096 tokens with 8 rows of 2,048 numbers, 4 trips, of which half stay."""
-    (cost,) = (one.cost for one in changes(run(), most=99) if one.what == "--data 2 --expert 2")
-    assert f"{48 * 8192 * 8 * 2048 * 2 * 4 / 2 / 1e9:,.1f} GB of routed rows sent" in cost
+    """By hand: 48 layers, 2 * 4,096 tokens, 8 rows of 2,048 numbers. Half of the rows leave; then a quarter more."""
+    trip = 48 * 8192 * 8 * 2048 * 2 / 1e9
+    for before, option, more in (
+        (run(), "--data 2 --expert 2", 4 * trip / 2),
+        (run(checkpoint="layer"), "--data 2 --expert 2", 6 * trip / 2),
+        (run(parallel=Parallel(data=2, expert=2)), "--data 4 --expert 4", 4 * trip / 4),
+    ):
+        (cost,) = (one.cost for one in changes(before, most=99) if one.what == option)
+        assert f"{more:,.1f} GB more of routed rows sent" in cost
+    ours = replace(run(checkpoint="layer"), model=run().model.in_system("moeblaze", "minimal"))
+    assert "--data 2 --expert 2" in {one.what for one in changes(ours, most=99)}
+
+
+def test_stages_and_zero_3_cost_what_a_gpu_sends_and_receives():
+    """By hand: a stream of 2 * 4,096 vectors of 2,048 numbers to one neighbour; half of the weights, twice."""
+    before = run()
+    costs = {one.what: one.cost for one in changes(before, most=99)}
+    assert f"{8192 * 2048 * 2 / 1e9:,.2f} GB more sent; each stage waits 50%" in costs["--pipeline 2"]
+    assert f"{before.worst.whole_weights / 1e9:,.1f} GB of weights received" in costs["--data 2 --zero 3"]
 
 
 def test_a_checkpoint_costs_the_forward_of_the_layers():
