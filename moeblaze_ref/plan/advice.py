@@ -70,14 +70,15 @@ def _candidates(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield options, the fields of the run that they change, and their cost."""
     parallel, step = run.parallel, run.step
     if run.checkpoint == "none":
-        yield "--checkpoint selective", {"checkpoint": "selective"}, "norms, activations and copies once more"
+        yield "--checkpoint selective", {"checkpoint": "selective"}, _made_again(run)
     if run.checkpoint != "layer":
         yield "--checkpoint layer", {"checkpoint": "layer"}, _computed(run, _layers(run))
     if parallel.data > 1 and parallel.zero < 3:
         more = replace(parallel, zero=parallel.zero + 1)
         yield f"--zero {more.zero}", {"parallel": more}, _of_zero(run, more)
     if parallel.zero:
-        yield f"--data {2 * parallel.data}", {"parallel": replace(parallel, data=2 * parallel.data)}, TWICE
+        more = replace(parallel, data=2 * parallel.data)
+        yield f"--data {more.data}", {"parallel": more}, _of_data(run, more)
     if parallel.data == 1:
         more = replace(parallel, data=2, zero=3)
         yield "--data 2 --zero 3", {"parallel": more}, f"{TWICE}, {_received(run, more)}"
@@ -92,7 +93,7 @@ def _candidates(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield f"--offload {name}", {"offload": (*run.offload, name)}, _moved(run, name)
     if step.batch > 1:
         half = replace(step, batch=step.batch // 2)
-        yield f"--batch {half.batch}", {"step": half}, "more micro batches for as many tokens"
+        yield f"--batch {half.batch}", {"step": half}, _of_batch(run)
     if step.attention == "math":
         yield "--attention flash", {"step": replace(step, attention="flash")}, IN_KERNEL
     yield from _policies(run)
@@ -124,6 +125,31 @@ def _computed(run: Run, parts: Sequence[Part], share: float = 1.0) -> str:
     flops = share * sum(part_flops(part, run.step) for part in parts)
     on_gpu = flops * run.parallel.micro_batches / (run.parallel.tensor * run.parallel.pipeline)
     return f"{on_gpu / TERA:,.1f} TFLOP more, {flops / (3 * forward_flops(run.model, run.step)):.0%}"
+
+
+def _made_again(run: Run) -> str:
+    """The cost of computing again what a layer keeps, but for its products."""
+    works = [one for one in run.worst.work if one.layer is not None]
+    products = [{tensor.name for tensor in one.part.products(one.step)} for one in works]
+    again = sum(
+        tensor.bytes
+        for one, names in zip(works, products, strict=True)
+        for tensor in one.kept
+        if tensor.name not in names
+    )
+    return f"{again * run.parallel.micro_batches / GB:,.1f} GB of norms, activations and copies written again"
+
+
+def _of_batch(run: Run) -> str:
+    """The cost of as many tokens in twice as many micro batches: weights are read in each forward and backward."""
+    read = 2 * run.parallel.micro_batches * run.worst.whole_weights
+    return f"twice the micro batches for as many tokens: {read / GB:,.1f} GB more of weights read"
+
+
+def _of_data(run: Run, parallel: Parallel) -> str:
+    """The cost of more data-parallel GPUs: each gets a larger part of the gradients' sums and of the weights."""
+    more = 1 / run.parallel.data - 1 / parallel.data
+    return f"{TWICE}, {2 * more * run.worst.whole_weights / GB:,.1f} GB more of gradients and weights received"
 
 
 def _of_pipeline(run: Run, parallel: Parallel) -> str:

@@ -68,6 +68,24 @@ def test_stages_and_zero_3_cost_what_a_gpu_sends_and_receives():
     assert f"{before.worst.whole_weights / 1e9:,.1f} GB of weights received" in costs["--data 2 --zero 3"]
 
 
+def test_what_a_selective_checkpoint_does_not_keep_is_written_again():
+    """At least what it frees, since it also keeps products that no backward needs; without those of the experts."""
+    before = run()
+    kept = [replace(before, checkpoint=how).worst.kept.total() for how in ("none", "selective")]
+    products = 48 * 8192 * 8 * (2 * 768 + 2048) * 2  # (a, b) and y of the experts, alone
+    (cost,) = (one.cost for one in changes(before, most=99) if one.what == "--checkpoint selective")
+    again = float(cost.split(" GB of norms")[0].replace(",", "")) * 1e9
+    assert kept[0] - kept[1] < again < kept[0] - products
+
+
+def test_smaller_batches_and_more_copies_move_weights():
+    before = run(parallel=Parallel(data=2, zero=1))
+    whole = before.worst.whole_weights / 1e9
+    costs = {one.what: one.cost for one in changes(before, most=99)}
+    assert f"{2 * whole:,.1f} GB more of weights read" in costs["--batch 1"]
+    assert f"{2 * whole / 4:,.1f} GB more of gradients and weights received" in costs["--data 4"]
+
+
 def test_a_checkpoint_costs_the_forward_of_the_layers():
     before = run("deepseek-v3", parallel=Parallel(data=64, expert=64, pipeline=16, micro_batches=16))
     (cost,) = (one.cost for one in changes(before, most=99) if one.what == "--checkpoint layer")
