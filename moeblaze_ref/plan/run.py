@@ -154,8 +154,18 @@ class Stage:
         return held
 
     def _gradients(self, part: Part) -> int:
-        held = self.run.parallel.held
-        return sum(recipes.weight_bytes(self._recipe, held(one, 2)) for one in part.weights() if one.trained)
+        return sum(self._gradient(one) for one in part.weights())
+
+    def _gradient(self, weight: Weight) -> int:
+        return recipes.weight_bytes(self._recipe, self.run.parallel.held(weight, 2)) if weight.trained else 0
+
+    def _staying(self, part: Part) -> int:
+        """Bytes of gradients that are there in the forward too: those of earlier micro batches, or DDP's buckets."""
+        parallel = self.run.parallel
+        if parallel.micro_batches > 1:
+            return self._gradients(part)
+        sent = (one for one in part.weights() if parallel.copies(one) > 1 and parallel.zero < 2)
+        return sum(map(self._gradient, sent))
 
     @cached_property
     def stream(self) -> int:
@@ -192,6 +202,7 @@ class Stage:
                 shares.step_of(part, self.step, parallel),
                 None if layer is None else layer + self.first_layer,
                 self._gradients(part),
+                self._staying(part),
                 self.stream + (gathered if parallel.zero == 3 else 0),
                 2 * self.stream + gradients + (gathered if parallel.zero == 3 else 0),
             )
@@ -234,12 +245,6 @@ class Stage:
             held[one.part.kind] += size_of(one.kept)
         return held
 
-    @property
-    def _gradients_stay(self) -> bool:
-        """Whether gradients are there in the forward too: those of earlier micro batches, or DDP's buckets."""
-        parallel = self.run.parallel
-        return parallel.micro_batches > 1 or (parallel.data > 1 and parallel.zero < 2)
-
     @cached_property
     def timeline(self) -> tuple[Instant, ...]:
         """The moments of the step when most micro batches are in flight."""
@@ -248,7 +253,7 @@ class Stage:
         waiting = Counter({kind: others * number for kind, number in self.kept.items()})
         numbers = [count for weight, count in self._counts(from_zero=1) if weight.trained]
         work = 0 if "optimizer" in self.run.offload else recipes.work_bytes(self._recipe, numbers)
-        resident = Resident(self.resident, self._gradients_stay, work, waiting, offloads)
+        resident = Resident(self.resident, work, waiting, offloads)
         return tuple(timeline(self.work, resident))
 
     @cached_property

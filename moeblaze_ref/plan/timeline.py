@@ -39,6 +39,7 @@ class Work:
     step: Step
     layer: int | None  #: number of its layer; None before and after the layers
     gradients: int  #: bytes of its weights' gradients, as they are held
+    staying: int  #: of these, bytes that are there from the start
     forward: int = 0  #: bytes beside its own tensors in the forward: the residual stream, gathered weights, ...
     backward: int = 0  #: the same in the backward
 
@@ -58,7 +59,6 @@ class Resident:
     """What is there during the whole step."""
 
     held: Counter[str]  #: bytes by kind
-    gradients: bool = False  #: whether all gradients are there from the start, to be added to
     optimizer_work: int = 0  #: bytes beside all this in the optimizer's step
     waiting: Counter[str] = field(
         default_factory=Counter
@@ -95,8 +95,7 @@ def timeline(work: Sequence[Work], resident: Resident) -> Iterator[Instant]:
     Instant
     """
     held = resident.held + resident.waiting
-    if resident.gradients:
-        held[GRADIENTS] += sum(one.gradients for one in work)
+    held[GRADIENTS] += sum(one.staying for one in work)
     for one in work:
         held[one.part.kind] += size_of(one.kept)
         for moment in _moments(one.part, one.step, "forward"):
@@ -105,7 +104,7 @@ def timeline(work: Sequence[Work], resident: Resident) -> Iterator[Instant]:
         held[one.part.kind] -= size_of(one.kept) * resident.offloads
     for one in reversed(work):
         held[one.part.kind] += size_of(one.kept) * resident.offloads
-        kept, gradients = one.kept, 0 if resident.gradients else one.gradients
+        kept, gradients = one.kept, one.gradients - one.staying
         for moment in _moments(one.part, one.step, "backward"):
             now = held + Counter({PASSING: size_of(moment.beside) + one.backward})
             now[one.part.kind] -= size_of([tensor for tensor in kept if tensor.name in moment.freed])

@@ -149,3 +149,11 @@ def test_gradients_that_each_gpu_holds_whole_stay_in_their_buffers(zero, stay):
     run = Run(configs.find("olmoe-1b-7b"), Step(1, 512), "bf16", Parallel(data=2, zero=zero))
     held = run.worst.peaks["forward"].held["gradients"]
     assert held == (run.worst.whole_weights if stay else 0)
+
+
+def test_gradients_of_experts_without_copies_are_in_no_bucket():
+    run = Run(configs.find("olmoe-1b-7b"), Step(1, 512), "bf16", Parallel(data=2, expert=2))
+    stage = run.worst
+    alone = sum(weight.count * 2 for weight in stage.weights if weight.of_experts)
+    assert stage.peaks["forward"].held["gradients"] == stage.whole_weights - alone
+    assert stage.peaks["optimizer"].held["gradients"] == stage.whole_weights
