@@ -149,7 +149,8 @@ def _of_batch(run: Run) -> str:
 def _of_data(run: Run, parallel: Parallel) -> str:
     """The cost of more data-parallel GPUs: each gets a larger part of the gradients' sums and of the weights."""
     more = 1 / run.parallel.data - 1 / parallel.data
-    return f"{TWICE}, {2 * more * run.worst.whole_weights / GB:,.1f} GB more of gradients and weights received"
+    trips = 2 * parallel.micro_batches + 1 if parallel.zero == 3 else 2
+    return f"{TWICE}, {trips * more * run.worst.whole_weights / GB:,.1f} GB more of gradients and weights received"
 
 
 def _of_pipeline(run: Run, parallel: Parallel) -> str:

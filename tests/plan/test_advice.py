@@ -84,6 +84,9 @@ def test_smaller_batches_and_more_copies_move_weights():
     costs = {one.what: one.cost for one in changes(before, most=99)}
     assert f"{2 * whole:,.1f} GB more of weights read" in costs["--batch 1"]
     assert f"{2 * whole / 4:,.1f} GB more of gradients and weights received" in costs["--data 4"]
+    gathering = changes(run(parallel=Parallel(data=2, zero=3, micro_batches=4)), most=99)
+    (cost,) = (one.cost for one in gathering if one.what == "--data 4")
+    assert f"{9 * whole / 4:,.1f} GB more of gradients and weights received" in cost  # 8 times weights, once gradients
 
 
 def test_a_checkpoint_costs_the_forward_of_the_layers():
