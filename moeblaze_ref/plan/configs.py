@@ -93,15 +93,14 @@ def _width(config: Fields, d: int) -> int:
     return config.size("head_dim", d // config.size("num_attention_heads"))
 
 
-def _model(config: Fields, name: str, rotary: Part, layers: list[tuple[Part, ...]], norm: Norm) -> Model:
+def _model(config: Fields, name: str, rotary: Part | None, layers: list[tuple[Part, ...]], norm: Norm) -> Model:
     d, vocabulary = norm.width, config.size("vocab_size")
     tied = config.flag("tie_word_embeddings", False)
     head, embedding = Head(d, vocabulary, tied), Embedding(d, vocabulary, tied)
     modules = config.size("num_nextn_predict_layers", 0, at_least=0)
     beside = ((NEXT_TOKENS, next_token_parameters(layers[-1], d, modules)),) if modules else ()
-    return Model(
-        name, (embedding, rotary), tuple(layers), (norm, head), config.size("max_position_embeddings"), d, beside
-    )
+    before = (embedding, rotary) if rotary else (embedding,)
+    return Model(name, before, tuple(layers), (norm, head), config.size("max_position_embeddings"), d, beside)
 
 
 def _mixtral(config: Fields, name: str) -> Model:
@@ -274,7 +273,8 @@ def _llama4(config: Fields, name: str) -> Model:
         (norm, attention(bool(turned[layer]), kinds[layer]), norm, *(moe if layer in sparse else dense))
         for layer in range(count)
     ]
-    return _model(config, name, Rotary(width // 2, as_complex=True), layers, norm)
+    rotary = Rotary(width // 2, as_complex=True) if any(turned) else None
+    return _model(config, name, rotary, layers, norm)
 
 
 READERS: dict[str, Callable[[Fields, str], Model]] = {

@@ -126,6 +126,16 @@ def test_layer_types_say_which_layers_of_llama_4_have_a_mask():
     assert kept_by(configs.read(fields, "full"), step) == found != kept_by(of_chunks, step)
 
 
+def test_llama_4_keeps_angles_only_if_a_layer_turns():
+    fields = tiny("llama-4-scout")
+    fields |= {"no_rope_layers": [0] * fields["num_hidden_layers"]}
+    with built(fields) as theirs:
+        found = kept_storages(theirs, 2, 32)
+    model = configs.read(fields, "no layer turns")
+    assert kept_by(model, Step(2, 32, attention="cpu-flash")) == found
+    assert not any(part.kind == "positions" for part in model.before)
+
+
 def test_a_nested_rotary_factor_counts():
     plain = tiny("glm-4.5")
     nested = {name: value for name, value in plain.items() if name != "partial_rotary_factor"}
