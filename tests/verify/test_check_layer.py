@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import returned
-from mutants import MUTANTS
+from mutants import MUTANTS, Contiguous, Destroying
 from torch.nn.functional import gelu
 
 from moeblaze_ref.verify.layers import cases, deviations, diagnosis, large, layouts, reference, ways
@@ -66,6 +66,29 @@ def test_a_bug_is_named_by_its_class(name):
     verdict = verdict_on(factory)
     assert not verdict.ok and verdict.bug_class == bug_class, str(verdict)
     assert verdict.first is not None and verdict.units > 1
+
+
+class TwoBugs(Contiguous, Destroying):
+    pass
+
+
+class BugAndRefusal(Contiguous):
+    def forward(self, x, topk_index, topk_weights):
+        if not torch.is_grad_enabled():
+            raise RuntimeError("it trains alone")
+        return super().forward(x, topk_index, topk_weights)
+
+
+def test_two_bugs_of_one_layer_are_both_named():
+    verdict = verdict_on(partial(plain.experts, kind=TwoBugs))
+    assert verdict.bug_class == "backward destroys what it needs and strides ignored"
+    assert str(verdict).endswith("It is also wrong in: a strided x, a transposed x, an expanded x.")
+
+
+def test_an_error_that_no_class_explains_leaves_the_name_of_a_bug():
+    verdict = verdict_on(partial(plain.experts, kind=BugAndRefusal))
+    raised = {finding.way for finding in verdict.findings if finding.raised}
+    assert "no gradients wanted" in raised and verdict.bug_class == "strides ignored"
 
 
 def test_every_class_has_a_mutant():

@@ -87,6 +87,11 @@ class Verdict(NamedTuple):
         return next((finding for finding in self.findings if not finding.ok), None)
 
     @property
+    def _wrong_ways(self) -> list[str]:
+        """The ways in which something is wrong, in their order."""
+        return list(dict.fromkeys(finding.way for finding in self.findings if not finding.ok))
+
+    @property
     def what(self) -> str:
         """What is wrong, in a few words: the class of the bug, or what the layer did in place of computing."""
         if self.bug_class == UNKNOWN and self.first:
@@ -98,6 +103,8 @@ class Verdict(NamedTuple):
             return f"{self.dtype}: right; the largest error is {self.units:.2f} times its bound"
         first = self.first or "two runs of a step differ in their bits, and the layer claims that they do not"
         lines = [f"{self.dtype}: wrong ({self.what})", str(first)]
+        if others := self._wrong_ways[1:]:
+            lines.append(f"It is also wrong in: {', '.join(others)}.")
         if self.bug_class in diagnosis.LAYOUTS:
             lines.append(f"The layout in the adapter may be wrong instead: {diagnosis.LAYOUTS[self.bug_class]}.")
         return "\n".join(lines)

@@ -8,6 +8,7 @@ keeps something of the first. The others are signs in what is wrong.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -435,7 +436,10 @@ def of_steps(evidence: Sequence[Evidence]) -> list[str]:
 
 
 def of_ways(failed: set[str], raised: set[str], evidence: Sequence[Evidence]) -> list[str]:
-    """The names of the classes that explain in which ways a layer fails whose plain steps are right.
+    """Return the names of the classes that explain in which ways a layer fails whose plain steps are right.
+
+    Where no class explains all ways, two may: such a name says "and". Errors that no class explains are left out, if
+    the layer also computes something wrong.
 
     Parameters
     ----------
@@ -444,6 +448,24 @@ def of_ways(failed: set[str], raised: set[str], evidence: Sequence[Evidence]) ->
     evidence : sequence of Evidence
         Of all ways.
     """
-    found = [bug for bug in CLASSES if bug.ways & failed and failed <= bug.ways | bug.also]
-    names = [bug.name for bug in found if bug.raises or not raised]
+    names = next(filter(None, (_bugs(*ways) for ways in ((failed, raised), (failed - raised, set())))), [])
     return [STALE] if names == [STATE] and stale_gradient(evidence) else names
+
+
+def _bugs(failed: set[str], raised: set[str]) -> list[str]:
+    """The names of single classes that explain these ways; if there is none, of pairs."""
+    for size in (1, 2):
+        groups = [group for group in combinations(CLASSES, size) if _explain(group, failed, raised)]
+        if groups:
+            return [" and ".join(bug.name for bug in group) for group in groups]
+    return []
+
+
+def _explain(group: tuple[BugClass, ...], failed: set[str], raised: set[str]) -> bool:
+    """Whether bugs explain all ways, and each a way that the others do not."""
+    shows = [bug.ways | bug.also for bug in group]
+    errors = [ways for bug, ways in zip(group, shows, strict=True) if bug.raises]
+    needed = all(
+        bug.ways & failed - frozenset().union(*shows[:place], *shows[place + 1 :]) for place, bug in enumerate(group)
+    )
+    return needed and failed <= frozenset().union(*shows) and raised <= frozenset().union(*errors)
