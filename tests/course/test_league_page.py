@@ -2,6 +2,7 @@
 
 import pytest
 
+from moeblaze_ref.bench import LEAGUE_PRESETS
 from moeblaze_ref.course.site import league
 
 CHECKED = {
@@ -15,9 +16,10 @@ CHECKED = {
     "large": ["weights"],
     "not_supported": [],
     "first_problem": "",
+    "what": "",
 }
 REFUSING = CHECKED | {"not_supported": ["torch.compile"]}
-WRONG = CHECKED | {"layer": "a/b", "right": False, "bug_class": "stale gradient", "first_problem": "a step, random"}
+WRONG = CHECKED | {"layer": "a/b", "right": False, "what": "stale gradient", "first_problem": "a step\nAlso: two steps"}
 MISSING = dict.fromkeys(CHECKED) | {"layer": "c/d", "first_problem": "c cannot be imported"}
 TIMED = {"layer": "torch/experts", "preset": "conf1", "step_ms": [2.0, 2.345], "kept_bytes": 3 * 2**30, "problem": ""}
 FAILED = {"layer": "a/b", "preset": "conf1", "problem": "its process ended, killed by SIGABRT"}
@@ -42,9 +44,13 @@ def test_the_page_is_written_from_the_records():
 def test_a_verdict_says_what_is_wrong():
     right, wrong, missing = cells(league.verdicts(RECORD))[2:]
     assert right == ["torch/experts", "right", "0.46", "yes", "no", "weights"]
-    assert wrong[1] == "wrong: stale gradient; a step, random"
+    assert wrong[1] == "wrong: stale gradient; a step Also: two steps"
     assert cells(league.verdicts({"checks": [REFUSING]}))[2][1] == "right; not supported: torch.compile"
     assert missing[:2] == ["c/d", "not checked: c cannot be imported"] and set(missing[2:]) == {league.NONE}
+
+
+def test_shapes_without_times_are_named():
+    assert "conf1" not in league.missing(RECORD) and set(league.missing(RECORD)) | {"conf1"} == set(LEAGUE_PRESETS)
 
 
 @pytest.mark.parametrize(

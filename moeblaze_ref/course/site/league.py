@@ -6,6 +6,7 @@
 from pathlib import Path
 from typing import Any
 
+from moeblaze_ref.bench import LEAGUE_PRESETS
 from moeblaze_ref.core import documents, provenance
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.core.units import MIB
@@ -32,7 +33,7 @@ def verdicts(record: Record) -> str:
 def _verdict(row: dict[str, Any]) -> list[str]:
     if row["dtype"] is None:
         return [row["layer"], f"not checked: {row['first_problem']}", *[NONE] * 4]
-    said = "right" if row["right"] else f"wrong: {row['bug_class'] or 'not deterministic'}; {row['first_problem']}"
+    said = "right" if row["right"] else f"wrong: {row['what']}; {' '.join(row['first_problem'].splitlines())}"
     said += f"; not supported: {', '.join(row['not_supported'])}" if row["not_supported"] else ""
     error = NONE if row["largest_error"] is None else f"{row['largest_error']:.2f}"
     bits = {True: "yes", False: "no", None: NONE}[row["deterministic"]]
@@ -65,7 +66,13 @@ def _by_shape(record: Record, cell: Any) -> str:
 def problems(record: Record) -> str:
     """Return what kept a layer from being timed, one line each."""
     lines = [f"- {row['preset']}, {row['layer']}: `{row['problem']}`" for row in record["times"] if row["problem"]]
-    return "\n".join(lines) or "Every layer that was checked was timed on every shape."
+    return "\n".join(lines) or "Every layer that was checked was timed on every shape above."
+
+
+def missing(record: Record) -> list[str]:
+    """Return the shapes of the league that a record has no times of."""
+    there = {row["preset"] for row in record["times"]}
+    return [name for name in LEAGUE_PRESETS if name not in there]
 
 
 def results() -> str:
@@ -86,6 +93,7 @@ def _of_record(record: Record) -> str:
         "The most that a step allocates, in MiB, weights excluded:",
         peaks(record),
         problems(record),
+        *([f"Not timed yet: {', '.join(missing(record))}."] if missing(record) else []),
     ]
     return "\n\n".join(parts)
 

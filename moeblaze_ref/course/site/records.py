@@ -37,6 +37,7 @@ KINDS = {
     "place": ("placements of experts on GPUs", "[placement](placement.md)"),
     "ep": ("layers whose experts are on several GPUs, under maps", "[experts on several GPUs](parallel.md)"),
     "plan": ("plans of whole models beside a GPU", "[will it fit?](plan.md#how-it-is-checked)"),
+    "league": ("layers of several projects, checked and timed", "[the league](league.md#results)"),
     "cupy": ("what a kernel launched by hand prints", "[launch a kernel by hand](cupy_by_hand.md#the-launch)"),
     "course": ("how long the notebooks take", "[path](path.md#how-long-it-takes)"),
     "check": ("every stage compared with the oracle", "[below](#correctness-on-a-gpu)"),
