@@ -49,6 +49,9 @@ def league(
     gpus: Annotated[int, typer.Option(help="GPUs that time shapes, each one at a time.", min=1)] = 1,
     large: Annotated[bool, typer.Option("--large", help="Also check sizes past 2**31 elements.")] = False,
     record: Annotated[Path | None, to_file("--record", help="Also write a record here.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the record that is there: what it holds is not run again.")
+    ] = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -62,12 +65,17 @@ def league(
         names = check_layer.each(layer or rules.LAYERS, DEVICE)
         _check_place(record, force)
         check_layer.check_device(DEVICE, gpus)
-    verdicts = _verdicts(names, seeds, timeout, jobs, large)
+        asked: dict[str, Any] = {"layers": names, "tokens": tokens, "repetitions": repetitions}
+        asked |= {"seeds": seeds, "large": large}
+        content = _resumed(record, asked) if resume else asked | {"checks": [], "times": []}
+    verdicts = _read(content["checks"]) or _verdicts(names, seeds, timeout, jobs, large)
     able = [name for name in names if any(row.layer == name and row.dtype for row in verdicts)]
-    content: dict[str, Any] = {"checks": [row._asdict() for row in verdicts], "tokens": tokens, "times": []}
+    content["checks"] = [row._asdict() for row in verdicts]
+    timed = {row["preset"] for row in content["times"]}
     with user_errors():
         _save(record, content, force)
-        for found in rules.timed_on(gpus, shapes, able, repetitions, timeout, tokens):
+        left = [name for name in shapes if name not in timed]
+        for found in rules.timed_on(gpus, left, able, repetitions, timeout, tokens):
             content["times"] += rules.as_rows(found)
             _save(record, content, force)
     _print(verdicts, content, as_json)
@@ -80,6 +88,23 @@ def _check_place(record: Path | None, force: bool) -> None:
     if record:
         records.check_regular(record)
         provenance.check_place(record, COMMAND, force)
+
+
+def _resumed(path: Path | None, asked: dict[str, Any]) -> dict[str, Any]:
+    """What a record holds that was measured on this device, with these versions and this code, as it is asked now."""
+    if path is None or not path.exists():
+        raise ValueError("--resume goes on with the record that --record names, but there is none")
+    found, here = provenance.load_of(COMMAND, path), provenance.environment() | asked
+    for name in ("device", "versions", "code", *asked):
+        if found.get(name) != here[name]:
+            raise ValueError(
+                f"{path.name} cannot be resumed: its {name} is {found.get(name)}, but it must be {here[name]}, as here"
+            )
+    return asked | {"checks": found["checks"], "times": found["times"]}
+
+
+def _read(rows: list[dict[str, Any]]) -> list[check_layer.Row]:
+    return [check_layer.Row(**row) for row in rows]
 
 
 def _save(record: Path | None, content: dict[str, Any], force: bool) -> None:

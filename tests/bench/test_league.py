@@ -155,24 +155,59 @@ def test_a_league_of_layers_that_cannot_be_checked_fails(monkeypatch):
     assert found.exit_code == 2 and "error: liger/experts: it is missing" in found.output
 
 
-def test_a_run_that_is_ended_leaves_the_shapes_that_it_finished(monkeypatch, tmp_path):
+@pytest.fixture
+def shapes_run(monkeypatch):
+    """A league without a GPU, ended by Ctrl-C at conf3 as long as that is in ``ends``; its lists fill as it runs."""
+    run = SimpleNamespace(checked=[], timed=[], ends={"conf3"})
+
     def verdict(name, *_):
+        run.checked.append(name)
         return [Row(name, "bfloat16", True, "", 0.5, True, False, (), "")]
 
     def timed(shape, layers, *_):
-        if shape == "conf3":
+        if shape in run.ends:
             raise KeyboardInterrupt
+        run.timed.append(shape)
         return [league.Timed(name, shape, (1.0, 2.0), 3, 4) for name in layers]
 
     monkeypatch.setattr(check_layer, "check_device", lambda *_: None)
     monkeypatch.setattr(check_layer, "rows_of", verdict)
     monkeypatch.setattr(league, "timed", timed)
-    path = tmp_path / "league.json"
+    return run
+
+
+def run_league(path, *words):
     shapes = ["--preset", "conf1", "--preset", "conf3"]
-    CliRunner().invoke(app, ["league", "--layer", "torch/experts", *shapes, "--record", str(path)])
+    return CliRunner().invoke(app, ["league", "--layer", "torch/experts", *shapes, "--record", str(path), *words])
+
+
+def test_a_run_that_is_ended_leaves_the_shapes_that_it_finished(shapes_run, tmp_path):
+    run_league(path := tmp_path / "league.json")
     record = json.loads(path.read_text())
     assert [row["layer"] for row in record["checks"]] == ["torch/experts"]
     assert [(row["preset"], row["step_ms"]) for row in record["times"]] == [("conf1", [1.0, 2.0])]
+
+
+def test_a_run_goes_on_where_another_was_ended(shapes_run, tmp_path):
+    run_league(path := tmp_path / "league.json")
+    shapes_run.ends.clear()
+    assert run_league(path, "--resume").exit_code == 0
+    assert shapes_run.checked == ["torch/experts"] and shapes_run.timed == ["conf1", "conf3"]
+    record = json.loads(path.read_text())
+    assert [row["preset"] for row in record["times"]] == ["conf1", "conf3"] and len(record["checks"]) == 1
+
+
+def test_only_a_record_of_the_same_terms_is_resumed(shapes_run, tmp_path):
+    path = tmp_path / "league.json"
+    assert "but there is none" in run_league(path, "--resume").output
+    run_league(path)
+    other = run_league(path, "--resume", "--repetitions", "3")
+    assert other.exit_code == 2
+    said = "error: league.json cannot be resumed: its repetitions is 9, but it must be 3, as here"
+    assert " ".join(other.output.split()) == said
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": {"layers": "0"}}))
+    assert "its code is {'layers': '0'}, but it must be" in run_league(path, "--resume").output
+    assert shapes_run.timed == ["conf1"]
 
 
 def test_sonicmoe_is_checked_with_one_tile_and_timed_with_its_own_choice(monkeypatch):
