@@ -6,6 +6,7 @@ block is replaced by one that runs the chosen experts alone.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,31 +21,63 @@ from moeblaze_ref.nn.activations import activate
 from moeblaze_ref.nn.torch_experts import experts
 from moeblaze_ref.nn.torch_operands import DTYPES
 
+_USES = "_moeblaze_uses"  # attribute of a model: its uses, in the order of their start
 _ACTIVATIONS = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "ReLU": "reglu"}  # by what multiplies the up-projection
 
 
 class InUse:
     """Our experts in one model; `undo` restores what ran before. A ``with`` block does so at its end.
 
+    Uses of a model may end in any order. What somebody else has chosen for the model since then stays.
+
     Parameters
     ----------
     model : transformers.PreTrainedModel
-    before : str
-        What ran its experts before.
+    name, before : str, optional
+        What transformers calls our function in its registry, and what ran the experts before; None for Llama 4.
+    forwards : dict of nn.Module to callable
+        Of each block of Llama 4 our forward.
     modules : list of nn.Module
         The experts modules and blocks that call our experts.
     """
 
-    def __init__(self, model: Any, before: str | None, modules: Sequence[nn.Module]):
+    def __init__(
+        self,
+        model: Any,
+        name: str | None,
+        before: str | None,
+        forwards: dict[nn.Module, Any],
+        modules: Sequence[nn.Module],
+    ):
         self.model, self.modules = model, list(modules)
-        self._before = before
+        self._name, self._before, self._forwards = name, before, forwards
+        self._blocks_before = {block: vars(block).get("forward") for block in forwards}
+
+    def start(self) -> None:
+        """Let the blocks of Llama 4 run our experts, and remember this use."""
+        for block, forward in self._forwards.items():
+            vars(block)["forward"] = forward
+        vars(self.model).setdefault(_USES, []).append(self)
 
     def undo(self) -> None:
-        """Let the model run its experts as before."""
-        for module in self.modules:
-            vars(module).pop("forward", None)
-        if self._before is not None:
+        """Let the model run its experts as before; a second time nothing happens."""
+        uses = vars(self.model).get(_USES, [])
+        if self not in uses:
+            return
+        place = uses.index(self)
+        uses.remove(self)
+        if place < len(uses):
+            uses[place]._follow(self)
+            return
+        if self._before is not None and self.modules[0].config._experts_implementation == self._name:
             self.model.set_experts_implementation(self._before)
+        for block, forward in self._forwards.items():
+            if vars(block).get("forward") is forward:
+                _set_forward(block, self._blocks_before[block])
+
+    def _follow(self, gone: "InUse") -> None:
+        """Restore at the end what an earlier use, which is gone, would have restored."""
+        self._before, self._blocks_before = gone._before, gone._blocks_before
 
     def __enter__(self) -> "InUse":
         return self
@@ -74,8 +107,8 @@ def use(model: Any, policy: str = "minimal") -> InUse:
     Raises
     ------
     ValueError
-        If the policy is unknown, the model has no experts that can be switched, or what they compute is not ours: an
-        activation, a norm, or the layout of their weights.
+        If the policy is unknown, the model has no experts that can be switched, a block of Llama 4 has a forward of
+        somebody else, or what the experts compute is not ours: an activation, a norm, or the layout of their weights.
     TypeError
         If it is no model of transformers, or its experts' weights have a dtype that the kernels do not compute in, such
         as those of a quantised model.
@@ -87,10 +120,41 @@ def use(model: Any, policy: str = "minimal") -> InUse:
         raise ValueError(f"{type(model).__name__} has no experts that transformers can switch to other kernels")
     for module in (*switched, *(block.experts for block in blocks)):
         _check(module)
-    before = _switch(model, policy, switched) if switched else None
     for block in blocks:
-        block.forward = partial(_run_llama4, block, policy)
-    return InUse(model, before, [*switched, *blocks])
+        _check_forward(block)
+    if switched:
+        _own_configs(model)
+    name, before = _switch(model, policy, switched) if switched else (None, None)
+    found = InUse(
+        model, name, before, {block: partial(_run_llama4, block, policy) for block in blocks}, [*switched, *blocks]
+    )
+    found.start()
+    return found
+
+
+def _own_configs(model: Any) -> None:
+    """Give a model configs of its own: models that were made from one config object share its switch."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if "config" in vars(module):
+            module.config = deepcopy(module.config, copies)
+
+
+def _set_forward(block: nn.Module, forward: Any) -> None:
+    """Set a block's own forward, or take it away, so that its class's runs."""
+    if forward is None:
+        vars(block).pop("forward", None)
+    else:
+        vars(block)["forward"] = forward
+
+
+def _check_forward(block: nn.Module) -> None:
+    """Check that nobody else has replaced the forward of a block: ours would run in its place."""
+    own = vars(block).get("forward")
+    if own is not None and getattr(own, "func", None) is not _run_llama4:
+        raise ValueError(
+            f"{type(block).__name__} has a forward that was set on it, which our experts would replace: remove it first"
+        )
 
 
 def _check_model(model: Any) -> None:
@@ -174,15 +238,15 @@ def register(policy: str) -> str:
     return name
 
 
-def _switch(model: Any, policy: str, modules: Sequence[Any]) -> str:
-    """Switch the model to the policy's function, and return what ran before."""
+def _switch(model: Any, policy: str, modules: Sequence[Any]) -> tuple[str, str]:
+    """Switch the model to the policy's function, and return its name and that of what ran before."""
     name = register(policy)
     before: str = modules[0].config._experts_implementation
     model.set_experts_implementation(name)
     if left := [module for module in modules if module.config._experts_implementation != name]:
         model.set_experts_implementation(before)
         raise ValueError(f"{len(left)} of {len(modules)} experts modules of {type(model).__name__} were not switched")
-    return before
+    return name, before
 
 
 def _run(policy: str, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

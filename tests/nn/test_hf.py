@@ -134,6 +134,59 @@ def test_two_models_have_two_policies(monkeypatch):
     assert calls == ["conventional"] * 2
 
 
+def implementation(model):
+    (found,) = {module.config._experts_implementation for module in hf._switchable(model)}
+    return found
+
+
+def test_models_of_one_config_object_are_switched_alone():
+    config = model_of("qwen3_moe").config
+    first, second = type(model_of("qwen3_moe"))(config), type(model_of("qwen3_moe"))(config)
+    assert first.config is second.config
+    used = hf.use(first)
+    assert (implementation(first), implementation(second)) == ("moeblaze_minimal", "eager")
+    hf.use(second, "inputs")
+    assert implementation(first) == "moeblaze_minimal"
+    used.undo()
+    assert (implementation(first), implementation(second)) == ("eager", "moeblaze_inputs")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_uses_end_in_any_order(family, order, monkeypatch):
+    calls, model = calls_counted(monkeypatch), model_of(family)
+    used = hf.use(model, "minimal"), hf.use(model, "inputs")
+    used[order[0]].undo()
+    step(model, tokens())
+    assert calls == [("inputs", "minimal")[order[0]]] * 2
+    calls.clear()
+    used[order[1]].undo()
+    step(model, tokens())
+    assert not calls and not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_was_chosen_since_stays():
+    model = model_of("qwen3_moe")
+    used = hf.use(model)
+    used.undo()
+    model.set_experts_implementation("grouped_mm")
+    used.undo()
+    assert implementation(model) == "grouped_mm"
+    with hf.use(model):
+        model.set_experts_implementation("eager")
+    assert implementation(model) == "eager"
+
+
+def test_a_block_with_a_forward_of_somebody_else_is_refused():
+    model = model_of("llama4_text")
+    block = next(hf._llama4_blocks(model))
+    block.forward = partial(type(block).forward, block)
+    with pytest.raises(ValueError, match="Llama4TextMoe has a forward that was set on it"):
+        hf.use(model)
+    del block.forward
+    hf.use(model).undo()
+
+
 def test_fifty_steps_are_those_of_eager():
     """Of 64 tokens, in float32: the same routing, and a loss within 1e-4 at every step."""
     models = model_of("qwen3_moe"), model_of("qwen3_moe")
