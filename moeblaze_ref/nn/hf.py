@@ -69,11 +69,15 @@ class InUse:
         if place < len(uses):
             uses[place]._follow(self)
             return
-        if self._before is not None and self.modules[0].config._experts_implementation == self._name:
+        if self._before is not None and self._runs_ours():
             self.model.set_experts_implementation(self._before)
         for block, forward in self._forwards.items():
             if vars(block).get("forward") is forward:
                 _set_forward(block, self._blocks_before[block])
+
+    def _runs_ours(self) -> bool:
+        config: Any = self.modules[0].config
+        return bool(config._experts_implementation == self._name)
 
     def _follow(self, gone: "InUse") -> None:
         """Restore at the end what an earlier use, which is gone, would have restored."""

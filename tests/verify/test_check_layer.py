@@ -11,6 +11,9 @@ from helpers import returned
 from mutants import MUTANTS, Contiguous, Destroying
 from torch.nn.functional import gelu
 
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.routers import Router, Shared
+from moeblaze_ref.nn.torch_sequential import SequentialMoE
 from moeblaze_ref.verify.layers import cases, deviations, diagnosis, large, layouts, reference, ways
 from moeblaze_ref.verify.layers.adapter import Adapter, leaves, load, make
 from moeblaze_ref.verify.layers.adapters import factories, grouped, plain
@@ -66,6 +69,22 @@ def test_a_bug_is_named_by_its_class(name):
     verdict = verdict_on(factory)
     assert not verdict.ok and verdict.bug_class == bug_class, str(verdict)
     assert verdict.first is not None and verdict.units > 1
+
+
+def with_shared(*, d, h, E, k, dtype, device, activation):
+    made = SequentialMoE(d, h, E, k, activation=activation, shared=Shared(width=8), dtype=dtype, device=device)
+    first, second = ("gate", "up") if is_gated(activation) else ("up", "")
+    layouts = {"wg": "router: d E", "w1": f"{first}: E d h", "w3": "down: E h d"}
+    layouts |= {"shared_expert.w1": f"shared_{first}: d s", "shared_expert.w3": "shared_down: s d"}
+    if second:
+        layouts |= {"w2": f"{second}: E d h", "shared_expert.w2": f"shared_{second}: d s"}
+    return Adapter(made, layouts, Router(), activation, shared=8)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "reglu", "gelu"])
+def test_a_shared_expert_has_the_activation_of_the_others(activation):
+    verdict = verdict_on(partial(with_shared, activation=activation))
+    assert verdict.ok, str(verdict)
 
 
 class TwoBugs(Contiguous, Destroying):

@@ -184,7 +184,7 @@ class Adapter:
     def _check_roles(self, named: set[str]) -> None:
         """Check that the weights are those of the router, of the activation and of a shared expert, if there is one."""
         needed = {*self._of_experts(), *self._of_router()}
-        needed |= set(SHARED) if named & set(SHARED) else set()
+        needed |= {f"shared_{role}" for role in self._of_experts()} if named & set(SHARED) else set()
         if missing := [role for role in layouts.ROLES if role in needed - named]:
             raise ValueError(f"weights has no layout of {', '.join(missing)}, which {self._described()} needs")
         biases = {f"{role}_bias" for role in self._of_experts()}

@@ -77,11 +77,8 @@ def with_gates(
 ) -> Tensor:
     """The same for gates (L, k), however they came about."""
     out = (experts or one_after_another)(spec, inputs, topk_index, gates)
-    if "shared_up" not in inputs:
-        return out
-    x = inputs["x"]
-    hidden = activate(x @ inputs["shared_gate"], x @ inputs["shared_up"], "swiglu")  # (L, s)
-    return out + hidden @ inputs["shared_down"]
+    shared = {role: inputs[f"shared_{role}"] for role in PER_EXPERT if f"shared_{role}" in inputs}
+    return out + expert(spec, shared, inputs["x"]) if shared else out
 
 
 def gates_of(spec: Spec, inputs: Weights, topk_index: Tensor) -> Tensor:
