@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from moeblaze_ref.nn import routers
 from moeblaze_ref.verify.layers.activations import ClampedSwiglu
 from moeblaze_ref.verify.layers.adapters import plain
 from moeblaze_ref.verify.layers.adapters.plain import PlainExperts, PlainMoE
@@ -117,6 +118,18 @@ class BiasedGates(PlainMoE):
         index, _ = super().route(x)
         gates = (scores + self.selection_bias).gather(1, index)
         return index, gates / (gates.sum(-1, keepdim=True) + self.router.epsilon) * self.router.scale
+
+
+class BiasIgnored(PlainMoE):
+    sign = 0.0
+
+    def route(self, x):
+        routing = routers.choose(self.logits(x), self.k, self.router, self.sign * self.selection_bias)
+        return routing.topk_experts, routing.gates
+
+
+class BiasSubtracted(BiasIgnored):
+    sign = -1.0
 
 
 class Unscaled(PlainMoE):
@@ -366,6 +379,9 @@ MUTANTS = {
     "overwritten": Mutant(experts(Overwritten), "choices of a token lost"),
     "last choice lost": Mutant(experts(LastChoiceLost), "choices of a token lost"),
     "one token off": Mutant(experts(OneTokenOff), "outputs at wrong tokens"),
+    "no selection bias": Mutant(moe(BiasIgnored, family="glm4_moe"), "selection bias ignored"),
+    "no selection bias, groups": Mutant(moe(BiasIgnored, family="deepseek_v3"), "selection bias ignored"),
+    "selection bias subtracted": Mutant(moe(BiasSubtracted, family="lfm2_moe"), "selection bias ignored"),
     "biased gates": Mutant(moe(BiasedGates, family="deepseek_v3"), "selection bias in the gates"),
     "unscaled": Mutant(moe(Unscaled, family="deepseek_v3"), "scaling factor wrong"),
     "scaled twice": Mutant(moe(ScaledTwice, family="deepseek_v3"), "scaling factor wrong"),

@@ -12,7 +12,7 @@ from mutants import MUTANTS, Contiguous, Destroying
 from torch.nn.functional import gelu
 
 from moeblaze_ref.core.config import is_gated
-from moeblaze_ref.core.routers import Router, Shared
+from moeblaze_ref.core.routers import ROUTERS, Router, Shared
 from moeblaze_ref.nn.torch_sequential import SequentialMoE
 from moeblaze_ref.verify.layers import cases, deviations, diagnosis, large, layouts, reference, ways
 from moeblaze_ref.verify.layers.adapter import Adapter, leaves, load, make
@@ -677,6 +677,23 @@ def test_a_factory_that_takes_something_else():
     said = r"the factory takes \(d, h\), but it is called with d, h, E, k, dtype, device by name"
     with pytest.raises(TypeError, match=said):
         list(check_layer(lambda d, h: None))
+
+
+PROBE_SIZES = {"d": 16, "h": 24, "E": 16, "k": 2, "dtype": torch.float32, "device": "cpu"}
+
+
+def of_deepseek(*, d, h, E, k, dtype, device):
+    router = ROUTERS["deepseek_v3"]
+    made = plain.PlainMoE(PlainExperts(d, h, E, dtype, device), k, router)
+    layouts = {"experts.gate_up": "gate_up: E 2h d", "experts.down": "down: E d h", "gate.weight": "router: E d"}
+    return Adapter(made, layouts | {"selection_bias": "selection_bias: E"}, "deepseek_v3")
+
+
+def test_a_router_by_its_name_has_as_many_experts_as_its_groups_need():
+    verdict = verdict_on(of_deepseek)
+    assert verdict.ok, str(verdict)
+    sizes = [pattern.sizes for pattern in cases.patterns_for(of_deepseek(**PROBE_SIZES))]
+    assert all(one.E % 8 == 0 and one.E >= 16 for one in sizes)
 
 
 def test_an_unknown_router_is_said_with_the_line_that_names_it():

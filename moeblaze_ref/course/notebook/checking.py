@@ -311,7 +311,7 @@ def _units(factory: Factory, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
 def units_picture(dtype: str) -> Figure:
     """The largest error of three layers in each case, in units of its bound."""
     figure, axes = panels(10, 4.2)
-    names = list(PATTERNS)
+    names = list(units(next(iter(SHOWN)), getattr(torch, dtype)))
     for beside, (label, (_, color)) in zip((-0.2, 0, 0.2), SHOWN.items(), strict=True):
         found = units(label, getattr(torch, dtype))
         axes.plot([names.index(name) + beside for name in found], found.values(), label=label, **dotted(color))

@@ -5,6 +5,7 @@ the pattern. Tokens whose choice a rounding error could change are drawn again, 
 choice.
 """
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable
@@ -13,12 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moeblaze_ref.core.routers import Router, named
 from moeblaze_ref.nn import routers
 from moeblaze_ref.verify.layers.adapter import Adapter, Sizes
 from moeblaze_ref.verify.layers.layouts import ROLES, Layout, Weights
 from moeblaze_ref.verify.layers.reference import Case, Spec, route
 
 Generator = torch.Generator
+# Scales of the selection bias: the small one changes the choice of groups alone, so patterns have their routing.
+SMALL_BIAS, LARGE_BIAS = 0.05, 0.5
 
 
 class Pattern(NamedTuple):
@@ -29,6 +33,7 @@ class Pattern(NamedTuple):
     choose: Callable[[Sizes, Generator], Tensor]  # (L, k) int64
     repeats: bool = False  #: a token chooses an expert twice
     scale: float = 1.0  #: of the weights of gate and up
+    selection_bias: float = SMALL_BIAS
 
 
 def distinct(sizes: Sizes, generator: Generator, among: int | None = None) -> Tensor:
@@ -86,6 +91,7 @@ PATTERNS = (
     Pattern("many experts", Sizes(29, 72, 24, 64, 8), distinct),
     Pattern("large activations", Sizes(29, 24, 16, 5, 2), distinct, scale=8.0),
     Pattern("an expert twice in a token", Sizes(23, 16, 24, 4, 2), _twice, repeats=True),
+    Pattern("the selection bias decides", Sizes(43, 24, 16, 8, 2), distinct, selection_bias=LARGE_BIAS),
 )
 
 
@@ -96,9 +102,36 @@ def spec_of(adapter: Adapter, k: int) -> Spec:
 
 
 def patterns_for(adapter: Adapter) -> list[Pattern]:
-    """The patterns that the layer takes, in widths that it takes."""
-    taken = [pattern for pattern in PATTERNS if not pattern.repeats or (adapter.duplicates and not adapter.router)]
-    return [pattern._replace(sizes=widened(pattern.sizes, adapter.multiple)) for pattern in taken]
+    """The patterns that the layer takes, in widths and numbers of experts that it takes."""
+    taken = [pattern for pattern in PATTERNS if _takes(adapter, pattern)]
+    widths = [pattern._replace(sizes=widened(pattern.sizes, adapter.multiple)) for pattern in taken]
+    return [pattern._replace(sizes=_grouped(pattern.sizes, adapter.router)) for pattern in widths]
+
+
+def _takes(adapter: Adapter, pattern: Pattern) -> bool:
+    router = adapter.router_inside
+    if pattern.repeats:
+        return adapter.duplicates and router is None
+    return pattern.selection_bias == SMALL_BIAS or (router is not None and router.selection_bias)
+
+
+def _grouped(sizes: Sizes, router: Router | str | None) -> Sizes:
+    """The same sizes, with the fewest more experts that form the groups of a router that is given by its name.
+
+    A layer with a `Router` of its own says for each number of experts which groups there are.
+    """
+    if not isinstance(router, str):
+        return sizes
+    E = next(E for E in itertools.count(sizes.E) if _has_groups(named(router), E, sizes.k))
+    return sizes._replace(E=E)
+
+
+def _has_groups(router: Router, E: int, k: int) -> bool:
+    try:
+        router.check_sizes(E, k)
+    except ValueError:
+        return False
+    return True
 
 
 def widened(sizes: Sizes, multiple: int) -> Sizes:
@@ -143,7 +176,7 @@ def _weights(adapter: Adapter, pattern: Pattern, generator: Generator) -> Weight
     widths = pattern.sizes._asdict() | {"s": adapter.shared}
     roles = {role for text in adapter.weights.values() for role in Layout.parse(text).roles}
     shapes = {role: tuple(widths[axis] for axis in ROLES[role]) for role in ROLES if role in roles}
-    scales = dict.fromkeys(("gate", "up"), pattern.scale)
+    scales = dict.fromkeys(("gate", "up"), pattern.scale) | {"selection_bias": pattern.selection_bias}
     return {
         role: scales.get(role, 1.0) * _scale(role, shape) * _normal(shape, generator) for role, shape in shapes.items()
     }
@@ -151,7 +184,7 @@ def _weights(adapter: Adapter, pattern: Pattern, generator: Generator) -> Weight
 
 def _scale(role: str, shape: tuple[int, ...]) -> float:
     if role == "selection_bias":
-        return 0.05
+        return 1.0
     return 0.5 if role.endswith("bias") else float(shape[-2]) ** -0.5
 
 

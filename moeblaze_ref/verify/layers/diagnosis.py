@@ -277,6 +277,12 @@ CLASSES = (
         predictions.biased_gates,
     ),
     BugClass(
+        "selection bias ignored",
+        "Its choice of experts does not add the selection bias, or subtracts it.",
+        "",
+        predictions.bias_ignored,
+    ),
+    BugClass(
         "scaling factor wrong",
         "It scales the gates not at all, or twice.",
         "vllm-project/vllm#24119",

@@ -6,6 +6,7 @@ can have. It yields none where it cannot have an effect.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,6 +154,16 @@ def biased_gates(spec: Spec, case: Case) -> Iterator[Results]:
         return reference.with_gates(spec, inputs, case.topk_index, gates * router.scale)
 
     yield reference.differentiated(case, forward)
+
+
+def bias_ignored(spec: Spec, case: Case) -> Iterator[Results]:
+    """The choice is that without the selection bias, or with it subtracted."""
+    if spec.router is None or not spec.router.selection_bias:
+        return
+    for times in (0.0, -1.0):
+        biased = case.weights | {"selection_bias": times * case.weights["selection_bias"]}
+        index = reference.route(spec, biased | {"x": case.x}).topk_experts
+        yield reference.differentiated(case, partial(reference.layer, spec, topk_index=index))
 
 
 def _scores_of(router: Router) -> Router:
