@@ -741,7 +741,17 @@ def test_another_order_of_the_same_axes_is_proposed():
 )
 def test_a_verdict_that_the_layout_may_explain_says_so(name, hint):
     text = str(verdict_on(MUTANTS[name].factory))
-    assert ("The layout in the adapter may be wrong instead" in text) is bool(hint) and hint in text
+    assert ("The adapter may be wrong instead" in text) is bool(hint) and hint in text
+
+
+def test_hints_on_the_adapter_are_of_classes():
+    assert set(diagnosis.ADAPTER) <= {bug.name for bug in diagnosis.CLASSES}
+
+
+def test_a_right_layer_whose_adapter_names_another_router():
+    verdict = verdict_on(lambda **sizes: replace(plain.moe(**sizes, family="mixtral"), router="olmoe"))
+    assert verdict.bug_class == "gates renormalized"
+    assert str(verdict).endswith("The adapter may be wrong instead: its router may not be the layer's.")
 
 
 def test_each_step_is_announced():

@@ -105,8 +105,8 @@ class Verdict(NamedTuple):
         lines = [f"{self.dtype}: wrong ({self.what})", str(first)]
         if others := self._wrong_ways[1:]:
             lines.append(f"It is also wrong in: {', '.join(others)}.")
-        if self.bug_class in diagnosis.LAYOUTS:
-            lines.append(f"The layout in the adapter may be wrong instead: {diagnosis.LAYOUTS[self.bug_class]}.")
+        if self.bug_class in diagnosis.ADAPTER:
+            lines.append(f"The adapter may be wrong instead: {diagnosis.ADAPTER[self.bug_class]}.")
         return "\n".join(lines)
 
 

@@ -190,10 +190,18 @@ def _has_idle_experts(case: Case) -> bool:
 
 STALE, STATE = "stale gradient of an expert without tokens", "state of an earlier step"
 SWAPPED, MISREAD = "gate and up exchanged", "gate and up columns misread"
-#: of classes that the layout of a right layer can look like: what to look for
-LAYOUTS = {
-    SWAPPED: "it may say gate_up where the layer has up_gate, or the reverse",
-    MISREAD: "it may say 2h where the layer has h2, or the reverse",
+ACTIVATION, ROUTER = "its activation may not be the layer's", "its router may not be the layer's"
+#: of classes that a right layer with a wrong adapter looks like: what may be wrong in the adapter
+ADAPTER = {
+    SWAPPED: "a layout may say gate_up where the layer has up_gate, or the reverse",
+    MISREAD: "a layout may say 2h where the layer has h2, or the reverse",
+    "another activation": ACTIVATION,
+    "constants of the activation wrong": ACTIVATION,
+    "gates not renormalized": ROUTER,
+    "gates renormalized": ROUTER,
+    "gate on the wrong side": ROUTER,
+    "scaling factor wrong": ROUTER,
+    "groups of experts wrong": ROUTER,
 }
 
 CLASSES = (
