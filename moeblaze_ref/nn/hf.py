@@ -28,7 +28,7 @@ _ACTIVATIONS = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "ReLU": "reglu"}  
 class InUse:
     """Our experts in one model; `undo` restores what ran before. A ``with`` block does so at its end.
 
-    Uses of a model may end in any order. What somebody else has chosen for the model since then stays.
+    Uses of a model may end in any order. What other code has chosen for the model since then stays.
 
     Parameters
     ----------
@@ -53,8 +53,8 @@ class InUse:
         self._name, self._before, self._forwards = name, before, forwards
         self._blocks_before = {block: vars(block).get("forward") for block in forwards}
 
-    def start(self) -> None:
-        """Let the blocks of Llama 4 run our experts, and remember this use."""
+    def _start(self) -> None:
+        """Let the blocks of Llama 4 run our experts, and add this use to those of the model."""
         for block, forward in self._forwards.items():
             vars(block)["forward"] = forward
         vars(self.model).setdefault(_USES, []).append(self)
@@ -80,8 +80,12 @@ class InUse:
         return bool(config._experts_implementation == self._name)
 
     def _follow(self, gone: "InUse") -> None:
-        """Restore at the end what an earlier use, which is gone, would have restored."""
-        self._before, self._blocks_before = gone._before, gone._blocks_before
+        """Restore at the end what an earlier use would have restored, where this one found that use's experts."""
+        if self._before == gone._name:
+            self._before = gone._before
+        for block, forward in gone._forwards.items():
+            if self._blocks_before[block] is forward:
+                self._blocks_before[block] = gone._blocks_before[block]
 
     def __enter__(self) -> "InUse":
         return self
@@ -111,8 +115,9 @@ def use(model: Any, policy: str = "minimal") -> InUse:
     Raises
     ------
     ValueError
-        If the policy is unknown, the model has no experts that can be switched, a block of Llama 4 has a forward of
-        somebody else, or what the experts compute is not ours: an activation, a norm, or the layout of their weights.
+        If the policy is unknown, the model has no experts that can be switched, other code has set a forward on a
+        block of Llama 4, or what the experts compute is not ours: an activation, a norm, or the layout of their
+        weights.
     TypeError
         If it is no model of transformers, or its experts' weights have a dtype that the kernels do not compute in, such
         as those of a quantised model.
@@ -132,7 +137,7 @@ def use(model: Any, policy: str = "minimal") -> InUse:
     found = InUse(
         model, name, before, {block: partial(_run_llama4, block, policy) for block in blocks}, [*switched, *blocks]
     )
-    found.start()
+    found._start()
     return found
 
 
@@ -153,7 +158,7 @@ def _set_forward(block: nn.Module, forward: Any) -> None:
 
 
 def _check_forward(block: nn.Module) -> None:
-    """Check that nobody else has replaced the forward of a block: ours would run in its place."""
+    """Check that no other code has set a forward on a block: ours would take its place."""
     own = vars(block).get("forward")
     if own is not None and getattr(own, "func", None) is not _run_llama4:
         raise ValueError(

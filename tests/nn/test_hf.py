@@ -177,7 +177,17 @@ def test_what_was_chosen_since_stays():
     assert implementation(model) == "eager"
 
 
-def test_a_block_with_a_forward_of_somebody_else_is_refused():
+def test_what_was_chosen_between_two_uses_is_restored():
+    model = model_of("qwen3_moe")
+    first = hf.use(model)
+    model.set_experts_implementation("grouped_mm")
+    second = hf.use(model, "inputs")
+    first.undo()
+    second.undo()
+    assert implementation(model) == "grouped_mm"
+
+
+def test_a_block_on_which_other_code_has_set_a_forward_is_refused():
     model = model_of("llama4_text")
     block = next(hf._llama4_blocks(model))
     block.forward = partial(type(block).forward, block)

@@ -462,7 +462,7 @@ def of_ways(failed: set[str], raised: set[str], evidence: Sequence[Evidence]) ->
     evidence : sequence of Evidence
         Of all ways.
     """
-    names = next(filter(None, (_bugs(*ways) for ways in ((failed, raised), (failed - raised, set())))), [])
+    names = _bugs(failed, raised) or _bugs(failed - raised, set())
     return [STALE] if names == [STATE] and stale_gradient(evidence) else names
 
 
