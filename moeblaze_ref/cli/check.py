@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moeblaze_ref.backends.registry import CHECKED, STAGES
+from moeblaze_ref.cli.check_layer import Terms, check_layers
 from moeblaze_ref.cli.shared import (
     MOST_SECONDS,
     AsJson,
@@ -87,6 +88,7 @@ def check(
         int | None, layer_option(help="Times that each case is run with other numbers. Default: 1.", min=1, max=1000)
     ] = None,
     device: Annotated[str | None, layer_option(help="Device of the layer: cpu (the default) or cuda.")] = None,
+    jobs: Annotated[int | None, layer_option(help="Layers that are checked at a time. Default: 1.", min=1)] = None,
     force: Force = False,
     as_json: AsJson = False,
 ):
@@ -101,10 +103,11 @@ def check(
     if coverage:
         raise typer.Exit(_show_coverage(context, as_json))
     if layer:
-        raise typer.Exit(_check_layers(context, layer, dtype, device, seeds, timeout, large, record, force, as_json))
+        terms = Terms([dtype] if dtype else [], device or "cpu", seeds or 1, timeout or SECONDS, large)
+        raise typer.Exit(_check_layers(context, layer, terms, jobs or 1, record, force, as_json))
     with user_errors():
-        if seeds is not None or device is not None:
-            raise ValueError("--seeds and --device: only a check of a layer has these; name it with --layer")
+        if given := [name for name in _given(context) if name in ("--seeds", "--device", "--jobs")]:
+            raise ValueError(f"{', '.join(given)}: only a check of a layer has these; name it with --layer")
     options: dict[str, Any] = {
         "grid": grid,
         "block": block,
@@ -130,13 +133,13 @@ def check(
         if record:
             provenance.check_place(record, command, force)
         if large:
-            jobs = large_cases.plan(stage or STAGES, backend or tuple(large_cases.PARTS))
+            work = large_cases.plan(stage or STAGES, backend or tuple(large_cases.PARTS))
         elif gradients:
-            jobs = cross_check.plan_gradients(backend or tuple(cross_check.LAYER_DEVICES))
+            work = cross_check.plan_gradients(backend or tuple(cross_check.LAYER_DEVICES))
         else:
-            jobs = cross_check.plan(stage or STAGES, backend or CHECKED)
+            work = cross_check.plan(stage or STAGES, backend or CHECKED)
     with cache_errors():
-        rows = progress.run_with_bar("cross-checking", jobs)
+        rows = progress.run_with_bar("cross-checking", work)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
@@ -170,29 +173,26 @@ def _show_coverage(context: typer.Context, as_json: bool) -> int:
     return 1 if gaps else 0
 
 
-_OF_LAYERS = ("--layer", "--dtype", "--device", "--seeds", "--timeout", "--large", "--record", "--force", "--json")
+_OF_LAYERS = (
+    *("--layer", "--dtype", "--device", "--seeds", "--timeout", "--large"),
+    *("--jobs", "--record", "--force", "--json"),
+)
 
 
 def _check_layers(
     context: typer.Context,
     names: list[str],
-    dtype: str | None,
-    device: str | None,
-    seeds: int | None,
-    timeout: int | None,
-    large: bool,
+    terms: Terms,
+    jobs: int,
     record: Path | None,
     force: bool,
     as_json: bool,
 ) -> int:
     """Check layers; return the exit status."""
-    from moeblaze_ref.cli.check_layer import check_layers
-
     with user_errors():
         if others := [name for name in _given(context) if name not in _OF_LAYERS]:
             raise ValueError(f"--layer checks whole layers: leave {', '.join(others)} out")
-    dtypes = [dtype] if dtype else []
-    return check_layers(names, dtypes, device or "cpu", seeds or 1, timeout or SECONDS, large, record, force, as_json)
+    return check_layers(names, terms, jobs, record, force, as_json)
 
 
 def _given(context: typer.Context) -> list[str]:

@@ -42,38 +42,38 @@ class Row(NamedTuple):
     what: str = ""  #: is wrong, in a few words: the class of the bug, or what the layer did in place of computing
 
 
-def check_layers(
-    names: Iterable[str],
-    dtypes: list[str],
-    device: str,
-    seeds: int,
-    seconds: int,
-    large: bool,
-    record: Path | None,
-    force: bool,
-    as_json: bool,
-) -> int:
-    """Check layers, each in a process of its own; return the exit status."""
+class Terms(NamedTuple):
+    """How layers are checked; no dtype stands for each that a layer takes."""
+
+    dtypes: list[str]
+    device: str
+    seeds: int
+    seconds: int
+    large: bool
+
+
+def check_layers(names: Iterable[str], terms: Terms, jobs: int, record: Path | None, force: bool, as_json: bool) -> int:
+    """Check layers, each in a process of its own, and some at a time; return the exit status."""
+    timed = terms.device == "cuda"
     with user_errors():
-        for dtype in dtypes:
+        for dtype in terms.dtypes:
             checks.check_name("dtype", dtype, DTYPES)
-        check_device(device)
-        chosen = each(names, device)
+        check_device(terms.device)
+        if timed and jobs > 1:
+            raise ValueError(f"jobs is {jobs}, but it must be 1 with device cuda: layers are timed there")
+        chosen = each(names, terms.device)
         if record:
             provenance.check_place(record, COMMAND, force)
-    jobs = [
-        functools.partial(rows_of, name, dtypes, device, seeds, seconds, large, device == "cuda") for name in chosen
-    ]
-    rows: list[Row] = progress.run_with_bar("checking layers", jobs)
+    work = [functools.partial(rows_of, name, *terms, timed) for name in chosen]
+    rows: list[Row] = progress.run_with_bar("checking layers", work, jobs)
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=2))
     else:
         show(rows)
     if record:
         with user_errors():
-            provenance.record(
-                record, COMMAND, {"rows": [row._asdict() for row in rows]}, force, (source_hashes.LAYERS,)
-            )
+            content = {"seeds": terms.seeds, "rows": [row._asdict() for row in rows]}
+            provenance.record(record, COMMAND, content, force, (source_hashes.LAYERS,))
     return _status(rows)
 
 

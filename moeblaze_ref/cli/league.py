@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,15 +68,18 @@ def league(
         asked: dict[str, Any] = {"layers": names, "tokens": tokens, "repetitions": repetitions}
         asked |= {"seeds": seeds, "large": large}
         content = _resumed(record, asked) if resume else asked | {"checks": [], "times": []}
-    verdicts = _read(content["checks"]) or _verdicts(names, seeds, timeout, jobs, large)
-    able = [name for name in names if any(row.layer == name and row.dtype for row in verdicts)]
-    content["checks"] = [row._asdict() for row in verdicts]
+    checked = {row["layer"] for row in content["checks"]}
     timed = {row["preset"] for row in content["times"]}
     with user_errors():
-        _save(record, content, force)
+        for rows in _verdicts([name for name in names if name not in checked], seeds, timeout, jobs, large):
+            found = content["checks"] + [row._asdict() for row in rows]
+            content["checks"] = sorted(found, key=lambda row: names.index(row["layer"]))
+            _save(record, content, force)
+        verdicts = [check_layer.Row(**row) for row in content["checks"]]
+        able = [name for name in names if any(row.layer == name and row.dtype for row in verdicts)]
         left = [name for name in shapes if name not in timed]
-        for found in rules.timed_on(gpus, left, able, repetitions, timeout, tokens):
-            content["times"] += rules.as_rows(found)
+        for times in rules.timed_on(gpus, left, able, repetitions, timeout, tokens):
+            content["times"] += rules.as_rows(times)
             _save(record, content, force)
     _print(verdicts, content, as_json)
     if not able:
@@ -84,7 +87,7 @@ def league(
 
 
 def _check_place(record: Path | None, force: bool) -> None:
-    """Check that a record can be written; it is written after each shape, so it must be a regular file."""
+    """Check that a record can be written; it is written again and again, so it must be a regular file."""
     if record:
         records.check_regular(record)
         provenance.check_place(record, COMMAND, force)
@@ -103,24 +106,21 @@ def _resumed(path: Path | None, asked: dict[str, Any]) -> dict[str, Any]:
     return asked | {"checks": found["checks"], "times": found["times"]}
 
 
-def _read(rows: list[dict[str, Any]]) -> list[check_layer.Row]:
-    return [check_layer.Row(**row) for row in rows]
-
-
 def _save(record: Path | None, content: dict[str, Any], force: bool) -> None:
-    """Write what there is so far: a run takes long, and may be ended before its last shape."""
+    """Write what there is so far: a run takes long, and may be ended before its last check or shape."""
     if record:
         provenance.record(record, COMMAND, content, force)
 
 
-def _verdicts(names: list[str], seeds: int, seconds: int, jobs: int, large: bool) -> list[check_layer.Row]:
-    """The verdicts on all layers, each in a process of its own."""
+def _verdicts(names: list[str], seeds: int, seconds: int, jobs: int, large: bool) -> Iterator[list[check_layer.Row]]:
+    """Yield the verdicts on each layer as they come, each layer in a process of its own."""
 
     def of(name: str) -> list[check_layer.Row]:
         return list(check_layer.rows_of(name, [DTYPE], DEVICE, seeds, seconds, large))
 
     with _environment(UNTUNED), ThreadPoolExecutor(jobs) as pool:
-        return [row for rows in pool.map(of, names) for row in rows]
+        for done in as_completed([pool.submit(of, name) for name in names]):
+            yield done.result()
 
 
 @contextmanager

@@ -197,6 +197,19 @@ def test_a_run_goes_on_where_another_was_ended(shapes_run, tmp_path):
     assert [row["preset"] for row in record["times"]] == ["conf1", "conf3"] and len(record["checks"]) == 1
 
 
+def test_a_run_that_is_ended_leaves_the_checks_that_it_finished(shapes_run, tmp_path, monkeypatch):
+    layers = ["--layer", "torch/grouped_mm", "--layer", "torch/experts"]
+    words = ["league", *layers, "--preset", "conf1", "--jobs", "1", "--record", str(path := tmp_path / "league.json")]
+    verdict = check_layer.rows_of
+    with monkeypatch.context() as ended:
+        ended.setattr(check_layer, "rows_of", lambda name, *_: verdict(name) if "mm" in name else sys.exit(130))
+        CliRunner().invoke(app, words)
+    assert [row["layer"] for row in json.loads(path.read_text())["checks"]] == ["torch/grouped_mm"]
+    assert CliRunner().invoke(app, [*words, "--resume"]).exit_code == 0
+    assert shapes_run.checked == ["torch/grouped_mm", "torch/experts"]
+    assert [row["layer"] for row in json.loads(path.read_text())["checks"]] == shapes_run.checked
+
+
 def test_only_a_record_of_the_same_terms_is_resumed(shapes_run, tmp_path):
     path = tmp_path / "league.json"
     assert "but there is none" in run_league(path, "--resume").output

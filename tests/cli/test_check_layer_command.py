@@ -189,7 +189,8 @@ def test_what_a_layer_refuses_is_said(here):
             ["--layer", "torch/experts", "--large"],
             "layers of more than 2^31 elements run on a GPU alone: the device is cpu",
         ),
-        (["--seeds", "2"], "--seeds and --device: only a check of a layer has these"),
+        (["--seeds", "2"], "--seeds: only a check of a layer has these"),
+        (["--device", "cpu", "--jobs", "2"], "--device, --jobs: only a check of a layer has these"),
     ],
 )
 def test_bad_input(here, arguments, message):
@@ -208,6 +209,20 @@ def test_a_machine_without_a_gpu(here, monkeypatch):
     monkeypatch.setattr(check_layer, "cuda_device_count", lambda: 0)
     done = moeblaze("check", "--layer", "torch/experts", "--device", "cuda")
     assert done.exit_code == 2 and done.output == "error: device is cuda, but this machine has no CUDA device\n"
+
+
+def test_layers_that_are_timed_are_checked_one_at_a_time(here, monkeypatch):
+    monkeypatch.setattr(check_layer, "cuda_device_count", lambda: 1)
+    done = moeblaze("check", "--layer", "torch/experts", "--device", "cuda", "--jobs", "2")
+    said = "error: jobs is 2, but it must be 1 with device cuda: layers are timed there"
+    assert done.exit_code == 2 and " ".join(done.output.split()) == said
+
+
+def test_layers_checked_two_at_a_time_have_the_verdicts_of_one_at_a_time(here):
+    words = ["check", "--layer", "torch/experts", "--layer", "my_layers:uncompiled", "--dtype", "bfloat16", "--json"]
+    one, two = (moeblaze(*words, *jobs) for jobs in ([], ["--jobs", "2"]))
+    assert one.exit_code == two.exit_code == 0 and json.loads(one.stdout) == json.loads(two.stdout)
+    assert [row["layer"] for row in json.loads(two.stdout)] == ["torch/experts", "my_layers:uncompiled"]
 
 
 def test_a_message_stays_as_it_is(capsys):

@@ -1,5 +1,6 @@
 """Plain layers with one bug each, of a class that public layers have had."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -112,6 +113,33 @@ class OneTokenOff(PlainExperts):
         return super().combine(out, token, y).roll(1, 0)
 
 
+class GatesNotSorted(PlainExperts):
+    def run(self, rows, lengths, gates):
+        return super().run(rows, lengths, self.gates)
+
+    def forward(self, x, topk_index, topk_weights):
+        self.gates = topk_weights.flatten()[:, None]
+        return super().forward(x, topk_index, topk_weights)
+
+
+class SortedIds(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index.sort(1).values, topk_weights)
+
+
+class LastRowLost(PlainExperts):
+    lost = slice(-1, None)
+
+    def expert(self, e, rows, gate):
+        counts = torch.ones_like(gate)
+        counts[self.lost] = 0
+        return super().expert(e, rows, gate * counts)
+
+
+class FirstRowLost(LastRowLost):
+    lost = slice(1)
+
+
 class BiasedGates(PlainMoE):
     def route(self, x):
         scores = torch.sigmoid(self.logits(x))
@@ -188,6 +216,28 @@ class NoShared(PlainMoE):
 class SharedTwice(PlainMoE):
     def shared_part(self, x):
         return 2 * super().shared_part(x)
+
+
+class GatedShared(PlainMoE):
+    """A shared expert that a sigmoid multiplies, as in Qwen2-MoE."""
+
+    def __init__(self, experts, k, router, shared=0):
+        super().__init__(experts, k, router, shared)
+        self.shared_expert_gate = torch.nn.Linear(experts.down.shape[1], 1, bias=False, dtype=experts.down.dtype)
+
+    def shared_part(self, x):
+        return torch.sigmoid(self.shared_expert_gate(x)) * super().shared_part(x)
+
+
+class UngatedShared(GatedShared):
+    def shared_part(self, x):
+        return PlainMoE.shared_part(self, x) + 0 * self.shared_expert_gate(x)
+
+
+def gated_shared(kind, **sizes):
+    """The layer, whose adapter names the gate of its shared expert."""
+    made = plain.moe(kind=kind, shared=True, **sizes)
+    return replace(made, weights={**made.weights, "shared_expert_gate.weight": "shared_expert_gate: 1 d"})
 
 
 class _Shared(torch.autograd.Function):
@@ -356,6 +406,41 @@ class OneDtype(PlainExperts):
         return out.index_add(0, token, y)
 
 
+class TanhGelu(PlainExperts):
+    def expert(self, e, rows, gate):
+        a, b = self.up(e, rows)
+        return F.linear(F.gelu(a, approximate="tanh") * b, self.down[e]) * gate.to(a.dtype)
+
+
+class OneBuffer(PlainExperts):
+    """Its buffer of outputs has the size of the first step, and holds no more tokens."""
+
+    def combine(self, out, token, y):
+        self.tokens = getattr(self, "tokens", len(out))
+        return super().combine(out, token, y * (token < self.tokens)[:, None])
+
+
+class OtherDeterministic(PlainExperts):
+    def combine(self, out, token, y):
+        return super().combine(out, token, y) * (0.5 if torch.are_deterministic_algorithms_enabled() else 1.0)
+
+
+class OtherEvaluation(PlainExperts):
+    def combine(self, out, token, y):
+        return super().combine(out, token, y) * (1.0 if self.training else 0.5)
+
+
+class ChangingBias(PlainMoE):
+    """Updates the selection bias in its forward."""
+
+    def route(self, x):
+        index, gates = super().route(x)
+        self.selection_bias += 1e-3 * torch.sign(
+            gates.sum() - torch.bincount(index.flatten(), minlength=len(self.selection_bias))
+        )
+        return index, gates
+
+
 class OtherInference(PlainExperts):
     def combine(self, out, token, y):
         return super().combine(out, token, y) * (1.0 if torch.is_grad_enabled() else 0.5)
@@ -373,8 +458,12 @@ MUTANTS = {
     "given gates detached": Mutant(experts(DetachedGiven), "gates without gradient"),
     "weight on the input": Mutant(experts(WeighedInput), "gate on the wrong side"),
     "weight on both": Mutant(experts(WeighedTwice), "gate on the wrong side"),
+    "gates not sorted": Mutant(experts(GatesNotSorted), "gates of other choices"),
+    "sorted ids": Mutant(experts(SortedIds), "gates of other choices"),
     "capacity": Mutant(experts(Capacity), "tokens over a capacity dropped"),
     "whole tiles": Mutant(experts(WholeTiles), "last tile lost"),
+    "last row lost": Mutant(experts(LastRowLost), "last row lost"),
+    "first row lost": Mutant(experts(FirstRowLost), "last row lost"),
     "last expert skipped": Mutant(experts(LastExpertSkipped), "an expert never runs"),
     "overwritten": Mutant(experts(Overwritten), "choices of a token lost"),
     "last choice lost": Mutant(experts(LastChoiceLost), "choices of a token lost"),
@@ -389,20 +478,24 @@ MUTANTS = {
     "no bias": Mutant(experts(NoBias, **GPT_OSS), "expert bias omitted"),
     "bias not weighted": Mutant(experts(BiasNotWeighted, **GPT_OSS), "down bias not weighted"),
     "gelu": Mutant(experts(Gelu), "another activation"),
+    "gelu by tanh": Mutant(experts(TanhGelu, activation="geglu"), "another activation"),
     "no clamp": Mutant(experts(NoClamp, **GPT_OSS), "constants of the activation wrong"),
     "no summand": Mutant(experts(NoSummand, **GPT_OSS), "constants of the activation wrong"),
     "no shared expert": Mutant(moe(NoShared, shared=True), "shared expert wrong"),
     "shared expert twice": Mutant(moe(SharedTwice, shared=True), "shared expert wrong"),
+    "gate of the shared expert ignored": Mutant(partial(gated_shared, UngatedShared), "shared expert wrong"),
     "stale gradient": Mutant(experts(StaleGradient), "stale gradient of an expert without tokens"),
     "no gradient": Mutant(experts(NoGradient), "a gradient is missing"),
     "zero by zero": Mutant(experts(MeanOfRows), "NaN from experts without tokens"),
     "few bits": Mutant(experts(FewBits), "too few bits"),
     "cached dispatch": Mutant(experts(CachedDispatch), "state of an earlier step"),
+    "one buffer": Mutant(experts(OneBuffer), "sizes of an earlier step"),
     "shared buffer": Mutant(experts(SharedBuffer), "state shared between steps"),
     "destroying": Mutant(experts(Destroying), "backward destroys what it needs"),
     "overwriting": Mutant(experts(Overwriting), "gradients do not add up"),
     "noise in recomputation": Mutant(moe(Recomputed), "recomputation differs"),
     "changed input": Mutant(experts(ChangingInput), "inputs are changed"),
+    "changed selection bias": Mutant(moe(ChangingBias, family="glm4_moe"), "inputs are changed"),
     "frozen": Mutant(experts(FrozenDown), "frozen weights break it"),
     "strides": Mutant(experts(Contiguous), "strides ignored"),
     "buffer of gradients": Mutant(experts(GradientBuffer), "stale gradient of an expert without tokens"),
@@ -410,6 +503,8 @@ MUTANTS = {
     "changed gradient of the output": Mutant(experts(ChangingGradient), "inputs are changed"),
     "uninitialised buffer": Mutant(experts(UninitialisedBuffer), "uninitialised memory"),
     "uninitialised": Mutant(experts(Uninitialised), "uninitialised memory"),
+    "deterministic mode": Mutant(experts(OtherDeterministic), "deterministic mode differs"),
     "one dtype": Mutant(experts(OneDtype), "autocast"),
+    "evaluation": Mutant(experts(OtherEvaluation), "inference differs"),
     "inference": Mutant(experts(OtherInference), "inference differs"),
 }

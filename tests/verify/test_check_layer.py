@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import returned
-from mutants import MUTANTS, Contiguous, Destroying
+from mutants import MUTANTS, Contiguous, Destroying, GatedShared, gated_shared
 from torch.nn.functional import gelu
 
 from moeblaze_ref.core.config import is_gated
@@ -16,7 +16,7 @@ from moeblaze_ref.core.routers import ROUTERS, Router, Shared
 from moeblaze_ref.nn.torch_sequential import SequentialMoE
 from moeblaze_ref.verify.layers import cases, deviations, diagnosis, large, layouts, reference, ways
 from moeblaze_ref.verify.layers.adapter import Adapter, leaves, load, make
-from moeblaze_ref.verify.layers.adapters import factories, grouped, plain
+from moeblaze_ref.verify.layers.adapters import factories, grouped, plain, transformers
 from moeblaze_ref.verify.layers.adapters.plain import PlainExperts
 from moeblaze_ref.verify.layers.check import PROBE, UNKNOWN, _Check, check_in_steps, check_layer
 from moeblaze_ref.verify.layers.reference import differentiated, layer
@@ -84,6 +84,27 @@ def with_shared(*, d, h, E, k, dtype, device, activation):
 @pytest.mark.parametrize("activation", ["swiglu", "reglu", "gelu"])
 def test_a_shared_expert_has_the_activation_of_the_others(activation):
     verdict = verdict_on(partial(with_shared, activation=activation))
+    assert verdict.ok, str(verdict)
+
+
+def qwen2_moe(*, d, h, E, k, dtype, device):
+    """A block of transformers whose shared expert has a gate."""
+    from transformers.models.qwen2_moe import configuration_qwen2_moe, modeling_qwen2_moe
+
+    sizes = {"hidden_size": d, "moe_intermediate_size": h, "shared_expert_intermediate_size": h}
+    sizes |= {"num_experts": E, "num_experts_per_tok": k, "norm_topk_prob": True}
+    config = configuration_qwen2_moe.Qwen2MoeConfig(**sizes)
+    config._experts_implementation = "eager"
+    block = modeling_qwen2_moe.Qwen2MoeSparseMoeBlock(config).to(device, dtype)
+    layouts = {"block.gate.weight": "router: E d", "block.shared_expert_gate.weight": "shared_expert_gate: 1 d"}
+    layouts |= {f"block.experts.{name}": layout for name, layout in transformers.EXPERTS.items()}
+    layouts |= {f"block.shared_expert.{name}": layout for name, layout in transformers.SHARED.items()}
+    return Adapter(transformers.Flat(block), layouts, "mixtral", shared=h)
+
+
+@pytest.mark.parametrize("factory", [qwen2_moe, partial(gated_shared, GatedShared)], ids=["qwen2_moe", "plain"])
+def test_a_shared_expert_may_have_a_gate(factory):
+    verdict = verdict_on(factory)
     assert verdict.ok, str(verdict)
 
 
@@ -235,6 +256,37 @@ class FourChoices(plain.PlainExperts):
         return super().forward(x, topk_index[:, :4], topk_weights[:, :4])
 
 
+class ByteOfAnId(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index.to(self.narrow).long() % len(self.down), topk_weights)
+
+    narrow = torch.uint8
+
+
+class SignedByteOfAnId(ByteOfAnId):
+    narrow = torch.int8
+
+
+class ByteOfAPlace(plain.PlainExperts):
+    """Counts an expert's rows in a byte, so that later rows overwrite earlier ones."""
+
+    def expert(self, e, rows, gate):
+        return super().expert(e, rows, gate * (torch.arange(len(gate)) >= len(gate) - 256)[:, None])
+
+
+class RowsOfZeroGatesSkipped(plain.PlainExperts):
+    """Leaves out rows whose gate is zero, and so their gates' gradients."""
+
+    def forward(self, x, topk_index, topk_weights):
+        kept = torch.where(topk_weights == 0, topk_weights.detach(), topk_weights)
+        return super().forward(x, topk_index, kept)
+
+
+class GatesCut(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index, topk_weights.clamp(min=0))
+
+
 class TwoTilesOfColumns(plain.PlainExperts):
     def up(self, e, rows):
         return [part * (torch.arange(part.shape[1]) < 256) for part in super().up(e, rows)]
@@ -247,11 +299,39 @@ class WholeTilesLost(plain.PlainExperts):
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [(FourChoices, "many experts"), (TwoTilesOfColumns, "wider than two tiles"), (WholeTilesLost, "whole tiles")],
+    [
+        (FourChoices, "many experts"),
+        (TwoTilesOfColumns, "wider than two tiles"),
+        (WholeTilesLost, "whole tiles"),
+        (ByteOfAnId, "more experts than a byte counts"),
+        (SignedByteOfAnId, "more experts than a byte counts"),
+        (ByteOfAPlace, "more rows than a byte counts"),
+        (GatesCut, "gates of zero and below"),
+    ],
 )
-def test_a_size_that_shows_a_bug(kind, case):
+def test_a_case_that_shows_a_bug(kind, case):
     (right,), (wrong,) = findings_on(kind, "random"), findings_on(kind, case)
     assert right.ok and wrong.wrong[0].tensor == "out"
+
+
+def test_gates_of_zero_have_gradients():
+    (finding,) = findings_on(RowsOfZeroGatesSkipped, "gates of zero and below")
+    assert {deviation.tensor for deviation in finding.wrong} == {"topk_weights"}
+
+
+class NotShifted(plain.PlainMoE):
+    """A softmax of the dtype of x, without the largest logit subtracted."""
+
+    def route(self, x):
+        scores = self.gate(x).exp()
+        values, index = (scores / scores.sum(-1, keepdim=True)).topk(self.k)
+        return index, values / values.sum(-1, keepdim=True)
+
+
+def test_large_logits_show_an_exponential_that_overflows():
+    (verdict,) = check_layer(partial(plain.moe, kind=NotShifted), [torch.float16])
+    assert [finding.case for finding in verdict.findings if not finding.ok] == ["large logits"]
+    assert verdict.units == math.inf
 
 
 class Renormalizing(plain.PlainExperts):
@@ -278,8 +358,71 @@ class WrongAfterInference(plain.PlainExperts):
 
 
 def test_a_step_after_inference():
-    (finding,) = findings_on(WrongAfterInference, "random", "a step after inference")
-    assert finding.wrong[0].tensor == "out" and findings_on(WrongAfterInference, "random")[0].ok
+    findings = findings_on(WrongAfterInference, "random", "a step after inference")
+    assert [(one.how, one.wrong[0].tensor) for one in findings] == [("no_grad", "out"), ("inference_mode", "out")]
+    assert findings_on(WrongAfterInference, "random")[0].ok
+
+
+class RefusingInference(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("no inference mode")
+        return super().forward(x, topk_index, topk_weights)
+
+
+def test_inference_mode_is_a_way_of_its_own():
+    findings = findings_on(RefusingInference, "random", "no gradients wanted")
+    assert [one.ok for one in findings] == [True, False] and findings[1].raised.startswith("RuntimeError: no inference")
+
+
+class NoTokens(plain.PlainExperts):
+    """Does something else if there is no token."""
+
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index, topk_weights) if len(x) else self.without_tokens(x)
+
+
+class RefusesNoTokens(NoTokens):
+    def without_tokens(self, x):
+        raise RuntimeError("no token")
+
+
+class GradientsOfNothing(NoTokens):
+    def without_tokens(self, x):
+        return x + _OneInBackward.apply(self.down).sum() * torch.zeros(0, 1)
+
+
+class _OneInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ones_like(gradient)
+
+
+def test_a_step_without_tokens_may_be_refused():
+    assert verdict_on(experts_of(plain.PlainExperts)).not_supported == ()
+    verdict = verdict_on(experts_of(RefusesNoTokens))
+    assert verdict.ok and verdict.not_supported == (ways.EMPTY,)
+
+
+def test_a_step_without_tokens_has_gradients_of_zero():
+    verdict = verdict_on(experts_of(GradientsOfNothing))
+    assert not verdict.ok and verdict.what == "not zero" and verdict.not_supported == ()
+    assert verdict.first.raised == "a step without tokens has a gradient of down that is not zero"
+
+
+def experts_of(kind):
+    return partial(plain.experts, kind=kind)
+
+
+def test_ways_have_experts_without_tokens_and_a_single_token():
+    verdict = verdict_on(experts_of(plain.PlainExperts))
+    for way in ways.WAYS.keys() - ways.ONCE:
+        found = {finding.case for finding in verdict.findings if finding.way == way}
+        assert found == {"random", "experts without tokens", "one token"}, way
 
 
 def returns(change):
@@ -378,20 +521,13 @@ class Noisy(plain.PlainExperts):
         return out * (1 + 1e-3 * torch.randn_like(out))
 
 
-class TanhGelu(plain.PlainExperts):
-    def expert(self, e, rows, gate):
-        a, b = self.up(e, rows)
-        return (gelu(a, approximate="tanh") * b) @ self.down[e].mT * gate.to(a.dtype)
+SMALL = [returns(lambda out: 1.01 * out), returns(lambda out: 1.001 * out), Noisy]
 
 
-SMALL = [(returns(lambda out: 1.01 * out), "swiglu"), (returns(lambda out: 1.001 * out), "swiglu")]
-SMALL += [(Noisy, "swiglu"), (TanhGelu, "geglu")]
-
-
-@pytest.mark.parametrize(("kind", "activation"), SMALL, ids=["1.01", "1.001", "noise", "tanh"])
-def test_a_small_error_is_not_taken_for_rounding(kind, activation):
+@pytest.mark.parametrize("kind", SMALL, ids=["1.01", "1.001", "noise"])
+def test_a_small_error_is_not_taken_for_rounding(kind):
     torch.manual_seed(0)
-    verdict = verdict_on(partial(plain.experts, kind=kind, activation=activation))
+    verdict = verdict_on(experts_of(kind))
     assert verdict.bug_class == UNKNOWN and verdict.units < 2e3
 
 

@@ -32,6 +32,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which layers are checked
 GIVE_ROUTER = "give router, such as router='mixtral'"
 SHARED = ("shared_gate", "shared_up", "shared_down")
+SHARED_EXPERT_GATE = "shared_expert_gate"  #: whose sigmoid multiplies the output of the shared expert
 
 
 class Sizes(NamedTuple):
@@ -187,8 +188,9 @@ class Adapter:
         needed |= {f"shared_{role}" for role in self._of_experts()} if named & set(SHARED) else set()
         if missing := [role for role in layouts.ROLES if role in needed - named]:
             raise ValueError(f"weights has no layout of {', '.join(missing)}, which {self._described()} needs")
-        biases = {f"{role}_bias" for role in self._of_experts()}
-        if useless := [role for role in layouts.ROLES if role in named - needed - biases]:
+        optional = {f"{role}_bias" for role in self._of_experts()}
+        optional |= {SHARED_EXPERT_GATE} if named & set(SHARED) else set()
+        if useless := [role for role in layouts.ROLES if role in named - needed - optional]:
             forgot = f": {GIVE_ROUTER}, or remove it" if self.router is None and "router" in useless else ""
             raise ValueError(
                 f"weights has a layout of {', '.join(useless)}, which {self._described()} does not use{forgot}"
@@ -225,7 +227,7 @@ def _tensor_of(place: Place, tensors: Mapping[str, Tensor], sizes: Sizes, shared
     """Return the parameter, whose shape must be that of its layout."""
     if place.name not in tensors:
         raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
-    known = sizes._asdict() | {"s": shared}
+    known = layouts.widths(sizes._asdict(), shared)
     tensor, shape = tensors[place.name], place.layout.shape(known)
     if tuple(tensor.shape) != shape:
         named = ", ".join(f"{axis} = {known[axis]}" for axis in place.layout.plain)

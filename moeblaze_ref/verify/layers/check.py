@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
     bug_class: str  #: the name of a `diagnosis.BugClass`, `UNKNOWN`, or nothing if the layer is right
     deterministic: bool | None  #: the same bits in a second run; None if the layer raised an error
     claims_determinism: bool
-    not_supported: tuple[str, ...] = ()  #: of `ways.WAYS`, what the layer refuses as its adapter says
+    not_supported: tuple[str, ...] = ()  #: of `ways.WAYS`, what the layer refuses, as its adapter says or as it shows
 
     @property
     def ok(self) -> bool:
@@ -127,7 +127,7 @@ def check_layer(
         Default: all that the adapter names.
     device : str
     seeds : int
-        How many times each case is run with other numbers. The ways of running it have the first numbers alone.
+        How many times each case is run with other numbers. The ways of running a step have the first numbers alone.
     large : bool
         Also run steps whose tensors have more than 2**31 elements, if the device has room for them: 80 GB for most.
 
@@ -190,10 +190,11 @@ class _Check(NamedTuple):
                 steps += yield from self._run("a step", ways.plain, pattern, seed, evidence)
         of_ways: list[Evidence] = []
         refused = ways.refused(self.adapter)
-        others = (yield from self._ways(patterns[0], refused, of_ways, large)) if _right(steps) else []
+        others = (yield from self._ways(patterns, refused, of_ways, large)) if _right(steps) else []
         yield self._begun("the same step twice", patterns[0].name)
         same = self._is_deterministic(patterns[0])
         bug_class = _class_of_ways(others, of_ways) if _right(steps) else _class_of(steps, evidence)
+        refused += (ways.EMPTY,) * _lacks(others, ways.EMPTY)
         return Verdict(self._name, (*steps, *others), bug_class, same, self.adapter.deterministic, refused)
 
     @property
@@ -203,11 +204,15 @@ class _Check(NamedTuple):
     def _begun(self, way: str, case: str) -> str:
         return f"{self._name}, {way}, {case}"
 
-    def _ways(self, pattern: Pattern, refused: Collection[str], evidence: list[Evidence], large: bool) -> Begun:
+    def _ways(
+        self, patterns: Sequence[Pattern], refused: Collection[str], evidence: list[Evidence], large: bool
+    ) -> Begun:
         found: list[Finding] = []
+        in_all_ways = [pattern for pattern in patterns if pattern.in_all_ways]
         for name, way in ways.WAYS.items():
-            if name not in refused:
-                found += yield from self._run(name, way, pattern, 0, evidence)
+            for pattern in in_all_ways[: 1 if name in ways.ONCE else None]:
+                if name not in refused:
+                    found += yield from self._run(name, way, pattern, 0, evidence)
         if large:
             found += yield from self._large_steps()
         return found
@@ -257,6 +262,11 @@ class _Check(NamedTuple):
 
 def _right(findings: Iterable[Finding]) -> bool:
     return all(finding.ok for finding in findings)
+
+
+def _lacks(findings: Sequence[Finding], way: str) -> bool:
+    """Whether ways were run, and this one has nothing to show: the layer refused it."""
+    return bool(findings) and all(finding.way != way for finding in findings)
 
 
 def _class_of(steps: Iterable[Finding], evidence: Sequence[Evidence]) -> str:

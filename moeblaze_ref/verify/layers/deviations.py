@@ -18,7 +18,7 @@ PARTS = {"out": ("token", 0), "x": ("token", 0), "topk_weights": ("token", 0)} |
 }
 FEW_ROWS = 8
 # What is wanted of small cases is remembered: the ways of running a layer share them, and so do layers of a kind.
-MOST_KNOWN = 64
+MOST_KNOWN = 256
 SMALL_CASE = 2**19  # elements
 _known: dict[Hashable, "Wanted"] = {}
 

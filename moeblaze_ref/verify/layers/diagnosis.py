@@ -8,7 +8,7 @@ keeps something of the first. The others are signs in what is wrong.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 import torch
@@ -71,8 +71,9 @@ class BugClass(NamedTuple):
     def _predicts(self, evidence: Evidence) -> bool:
         """Whether one of the forms of the bug fits; where it has none, it has no effect, so the layer must be right."""
         assert self.prediction is not None
-        predicted = list(self.prediction(evidence.spec, evidence.case)) or [evidence.wanted.exact]
-        return any(map(evidence.fits, predicted))
+        forms = self.prediction(evidence.spec, evidence.case)
+        first = next(forms, evidence.wanted.exact)
+        return any(map(evidence.fits, chain([first], forms)))
 
 
 # ---- signs ---------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def _is_permuted(evidence: Evidence) -> bool:
 
 
 def overwritten(evidence: Sequence[Evidence]) -> bool:
-    """Each row of the output is that of one choice of its token, whichever was last; the gradients are right."""
+    """Each number of the output is that of one choice, whichever thread wrote last; the gradients are right."""
     changed = [one for one in evidence if one.wrong]
     return bool(changed) and all(_has_one_choice_each(one) for one in changed)
 
@@ -128,8 +129,8 @@ def _has_one_choice_each(evidence: Evidence) -> bool:
     found, choices = evidence.found["out"], reference.weighted_choices(evidence.spec, evidence.case)  # (L, k, d)
     if found.shape != choices[:, 0].shape:
         return False
-    nearest = (choices - found[:, None]).norm(dim=2).argmin(1)
-    return evidence.fits(evidence.wanted.exact | {"out": choices[torch.arange(len(found)), nearest]})
+    nearest = (choices - found[:, None]).abs().argmin(1, keepdim=True)  # (L, 1, d)
+    return evidence.fits(evidence.wanted.exact | {"out": choices.gather(1, nearest)[:, 0]})
 
 
 FEW_BITS_ERROR = 2e-2
@@ -248,6 +249,12 @@ CLASSES = (
         predictions.other_side,
     ),
     BugClass(
+        "gates of other choices",
+        "It sorts the ids without their gates, so a choice has the gate of another one.",
+        "",
+        predictions.other_gates,
+    ),
+    BugClass(
         "tokens over a capacity dropped",
         "It drops rows beyond a capacity.",
         "torchtitan 0.3.0, distributed/deepep/hybridep.py, line 179",
@@ -259,6 +266,7 @@ CLASSES = (
         "axolotl-ai-cloud/axolotl#3410",
         predictions.partial_tile,
     ),
+    BugClass("last row lost", "It loses the last row of an expert, or the first.", "", predictions.row_lost),
     BugClass(
         "an expert never runs",
         "The first or the last expert contributes nothing.",
@@ -322,7 +330,7 @@ CLASSES = (
     ),
     BugClass(
         "shared expert wrong",
-        "The shared expert is missing, or counts twice.",
+        "The shared expert is missing, or counts twice, or lacks its gate.",
         "divyamakkar0/JAXformer#21",
         predictions.shared_expert,
     ),
@@ -356,9 +364,19 @@ CLASSES = (
                 "the same inputs again",
                 "frozen weights or inputs",
                 "a step after inference",
+                "eval()",
+                "other sizes",
+                "deterministic algorithms",
                 "memory full of NaN",
             }
         ),
+    ),
+    BugClass(
+        "sizes of an earlier step",
+        "It keeps a buffer or a size of a step, and a step of another size does not fit.",
+        "sgl-project/sglang#26913",
+        ways=frozenset({"other sizes"}),
+        raises=True,
     ),
     BugClass(
         "state shared between steps",
@@ -422,10 +440,17 @@ CLASSES = (
         ways=frozenset({"memory full of NaN"}),
     ),
     BugClass(
-        "inference differs",
-        "It computes something else where no gradient is wanted.",
+        "deterministic mode differs",
+        "It computes something else under torch.use_deterministic_algorithms.",
         "",
-        ways=frozenset({"no gradients wanted"}),
+        ways=frozenset({"deterministic algorithms"}),
+        also=frozenset({"memory full of NaN"}),
+    ),
+    BugClass(
+        "inference differs",
+        "It computes something else where no gradient is wanted, or after eval().",
+        "",
+        ways=frozenset({"no gradients wanted", "eval()"}),
     ),
     BugClass(
         "indices past 2^31",

@@ -120,7 +120,7 @@ class CheckedLayer(NamedTuple):
         """Run a step; raise a `LayerFault` that names a tensor that has other bits after it."""
         inputs, d_out = self.load(case), self.d_out(case)
         given = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
-        given |= {"the gradient of the output": d_out} | self.wanted(inputs)
+        given |= {"the gradient of the output": d_out} | {place.name: tensor for place, tensor in self.places}
         before = {name: tensor.detach().clone() for name, tensor in given.items()}
         self.raw_gradients(self.forward(inputs), d_out, inputs)
         for name, tensor in given.items():

@@ -1,7 +1,7 @@
 """How a layer stores its weights, in a line: ``"gate_up: E 2h d"`` is one tensor of both up-projections.
 
-A layout names the weight's role and its axes in memory. The axes are E experts, d model width, h expert width and s
-width of the shared expert. A tensor of gate and up projections has ``2h`` if all gate columns come before the up
+A layout names the weight's role and its axes in memory. The axes are E experts, d model width, h expert width, s
+width of the shared expert and 1. A tensor of gate and up projections has ``2h`` if all gate columns come before the up
 columns, and ``h2`` if they alternate. ``E*h`` is one axis of both, the h rows of an expert together. A name of a
 parameter with ``*`` stands for one parameter an expert, whose layout leaves E out.
 """
@@ -26,6 +26,7 @@ ROLES: dict[str, tuple[str, ...]] = {  #: the axes in which the reference has ea
     "shared_gate": ("d", "s"),
     "shared_up": ("d", "s"),
     "shared_down": ("s", "d"),
+    "shared_expert_gate": ("d", "1"),
 }
 #: several weights in one tensor, in their order
 FUSED = {
@@ -38,6 +39,11 @@ FUSED = {
 MERGED = "E*"  #: before the axis that is one with that of the experts
 BUFFERS = ("selection_bias",)  #: what no gradient reaches
 Weights = dict[str, Tensor]  # by role
+
+
+def widths(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
+    """Return the length of each axis: those of a case, the width of the shared expert, and 1."""
+    return {**sizes, "s": shared, "1": 1}
 
 
 class Layout(NamedTuple):

@@ -20,7 +20,6 @@ from moeblaze_ref.verify.layers.layouts import Weights
 from moeblaze_ref.verify.layers.reference import Case, Results, Spec
 
 Prediction = Callable[[Spec, Case], Iterator[Results]]
-Forward = Callable[[Weights], Tensor]  # the output (L, d), from the inputs and weights by name
 
 
 def computed(spec: Spec, case: Case, **changes: Any) -> Results:
@@ -170,14 +169,33 @@ def _scores_of(router: Router) -> Router:
     return replace(router, renormalize=False, epsilon=0.0, scale=1.0)
 
 
+def _with_gates(spec: Spec, case: Case, change: Callable[[Tensor], Tensor]) -> Results:
+    """The results with gates (L, k) that are a function of the right ones."""
+
+    def forward(inputs: Weights) -> Tensor:
+        gates = reference.gates_of(spec, inputs, case.topk_index)
+        return reference.with_gates(spec, inputs, case.topk_index, change(gates))
+
+    return reference.differentiated(case, forward)
+
+
 def detached(spec: Spec, case: Case) -> Iterator[Results]:
     """No gradient goes through the gates."""
-    yield reference.differentiated(
-        case,
-        lambda inputs: reference.with_gates(
-            spec, inputs, case.topk_index, reference.gates_of(spec, inputs, case.topk_index).detach()
-        ),
-    )
+    yield _with_gates(spec, case, Tensor.detach)
+
+
+def other_gates(spec: Spec, case: Case) -> Iterator[Results]:
+    """A choice has the gate of another one: the ids are sorted without their gates, or the reverse."""
+    of_all = case.topk_index.reshape(1, -1).sort(stable=True, dim=1).indices  # as rows are sorted by expert
+    of_token = case.topk_index.argsort(1)
+    for order in (of_all, of_token):
+        for taken in (order.argsort(1), order):
+            yield _with_gates(spec, case, partial(_taken, order=taken))
+
+
+def _taken(gates: Tensor, order: Tensor) -> Tensor:
+    """The gates (L, k) in the order of each row of ``order``: of all choices, or of those of each token."""
+    return gates.view_as(order).gather(1, order).view_as(gates)
 
 
 def other_side(spec: Spec, case: Case) -> Iterator[Results]:
@@ -218,10 +236,16 @@ def bias_not_weighted(spec: Spec, case: Case) -> Iterator[Results]:
 
 
 def other_activation(spec: Spec, case: Case) -> Iterator[Results]:
-    """Another of the known activations."""
+    """Another of the known activations, or GELU by its formula with tanh."""
     for name in ACTIVATIONS:
         if name != spec.activation and is_gated(name) == spec.gated:
             yield computed(spec._replace(activation=name), case)
+    if spec.gated:
+        yield computed(spec._replace(activation=_geglu_by_tanh), case)
+
+
+def _geglu_by_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def activation_constants(spec: Spec, case: Case) -> Iterator[Results]:
@@ -232,10 +256,14 @@ def activation_constants(spec: Spec, case: Case) -> Iterator[Results]:
 
 
 def shared_expert(spec: Spec, case: Case) -> Iterator[Results]:
-    """The shared expert is missing, or counts twice."""
+    """The shared expert is missing, or counts twice, or its gate is ignored."""
     if "shared_down" in case.weights:
         for times in (0.0, 2.0):
             yield computed(spec, case, shared_down=_times("shared_down", times))
+    if "shared_expert_gate" in case.weights:  # the sigmoid of zero is one half
+        yield computed(
+            spec, case, shared_expert_gate=_zeros("shared_expert_gate"), shared_down=_times("shared_down", 2.0)
+        )
 
 
 def _times(name: str, factor: float) -> Callable[[Weights], Tensor]:
@@ -246,20 +274,9 @@ def _times(name: str, factor: float) -> Callable[[Weights], Tensor]:
 
 
 def _masked(spec: Spec, case: Case, masks: Iterable[Tensor]) -> Iterator[Results]:
-    """The results if only some choices (L, k) bool count; where all do, there is no effect."""
+    """The results if only some choices (L, k) bool count: others have a gate of zero, which no gradient reaches."""
     for mask in masks:
-        forward = _forward_of_some(spec, case, mask)
-        yield reference.differentiated(case, forward)
-
-
-def _forward_of_some(spec: Spec, case: Case, mask: Tensor) -> Forward:
-    """Choices that do not count have a gate of zero, which no gradient reaches."""
-
-    def forward(inputs: Weights) -> Tensor:
-        gates = reference.gates_of(spec, inputs, case.topk_index)
-        return reference.with_gates(spec, inputs, case.topk_index, gates * mask)
-
-    return forward
+        yield _with_gates(spec, case, mask.mul)
 
 
 def _positions(case: Case) -> tuple[Tensor, Tensor]:
@@ -280,6 +297,16 @@ def partial_tile(spec: Spec, case: Case) -> Iterator[Results]:
     """The rows of an expert's last tile are lost unless they fill it; or of a layer's last tile."""
     position, rows = _positions(case)
     yield from _masked(spec, case, (position < rows // tile * tile for tile in (8, 16, 32, 64, 128)))
+
+
+def row_lost(spec: Spec, case: Case) -> Iterator[Results]:
+    """The last row of each expert is lost, or the first; or that of all experts."""
+    position, rows = _positions(case)
+    first, last = position == 0, position == rows - 1
+    used = case.topk_index.unique()
+    yield from _masked(spec, case, (~last, ~first))
+    of_all = last & (case.topk_index == used[-1]), first & (case.topk_index == used[0])
+    yield from _masked(spec, case, (~row for row in of_all))
 
 
 def expert_lost(spec: Spec, case: Case) -> Iterator[Results]:

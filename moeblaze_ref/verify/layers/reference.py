@@ -49,6 +49,17 @@ class Case(NamedTuple):
         given = {} if self.topk_weights is None else {"topk_weights": self.topk_weights}
         return {"x": self.x} | given | {name: w for name, w in self.weights.items() if name not in BUFFERS}
 
+    def of_tokens(self, L: int) -> "Case":
+        """The step of its first L tokens."""
+        gates = None if self.topk_weights is None else self.topk_weights[:L]
+        return self._replace(
+            sizes=self.sizes._replace(L=L),
+            x=self.x[:L],
+            topk_index=self.topk_index[:L],
+            topk_weights=gates,
+            d_out=self.d_out[:L],
+        )
+
     def _tensors(self) -> dict[str, Tensor]:
         """All its numbers."""
         return self.inputs() | self.weights | {"topk_index": self.topk_index, "d_out": self.d_out}
@@ -78,7 +89,14 @@ def with_gates(
     """The same for gates (L, k), however they came about."""
     out = (experts or one_after_another)(spec, inputs, topk_index, gates)
     shared = {role: inputs[f"shared_{role}"] for role in PER_EXPERT if f"shared_{role}" in inputs}
-    return out + expert(spec, shared, inputs["x"]) if shared else out
+    return out + _shared_expert(spec, shared, inputs) if shared else out
+
+
+def _shared_expert(spec: Spec, weights: Weights, inputs: Weights) -> Tensor:
+    """What the shared expert adds (L, d); a sigmoid of its own may multiply it, as in Qwen2-MoE."""
+    x, gate = inputs["x"], inputs.get("shared_expert_gate")
+    y = expert(spec, weights, x)
+    return y if gate is None else y * torch.sigmoid(x @ gate)
 
 
 def gates_of(spec: Spec, inputs: Weights, topk_index: Tensor) -> Tensor:

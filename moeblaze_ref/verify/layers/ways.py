@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils.deterministic
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ref.runtime.torch_capture import capture
@@ -30,6 +32,7 @@ class Found(NamedTuple):
 AUTOCAST, COMPILE, GRAPH = "autocast", "torch.compile", "a replayed CUDA graph"
 STRIDED, TRANSPOSED = "a strided x", "a transposed x"
 TWO_BACKWARDS = "a second backward"
+FROZEN, EMPTY = "frozen weights or inputs", "a step without tokens"
 Way = Callable[[CheckedLayer, Pattern, int], Iterator[Found]]
 
 
@@ -103,19 +106,64 @@ def recomputed(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Fou
 
 
 def without_gradients(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """A forward under ``torch.no_grad()``."""
+    """A forward under ``torch.no_grad()``, and one under ``torch.inference_mode()``."""
     case = _make(layer, pattern, seed)
-    with torch.no_grad():
-        out = layer.forward(layer.load(case))
-    yield Found(case, in_float64({"out": out}))
+    for mode in INFERENCE:
+        inputs = layer.load(case)
+        with mode():
+            out = layer.forward(inputs)
+        yield Found(case, in_float64({"out": out}), mode.__name__)
+
+
+INFERENCE = torch.no_grad, torch.inference_mode
 
 
 def after_inference(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """A step after a forward under ``torch.no_grad()``."""
-    with torch.no_grad():
-        layer.forward(layer.load(_make(layer, pattern, seed)))
-    case = _make(layer, pattern, seed, step=1)
-    yield Found(case, layer.step(case))
+    """A step after a forward under ``torch.no_grad()``, and one under ``torch.inference_mode()``."""
+    for step, mode in enumerate(INFERENCE, 1):
+        inputs = layer.load(_make(layer, pattern, seed))
+        with mode():
+            layer.forward(inputs)
+        case = _make(layer, pattern, seed, step)
+        yield Found(case, layer.step(case), mode.__name__)
+
+
+def evaluated(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """A step after ``eval()``, and one after ``train()`` again."""
+    case, module = _make(layer, pattern, seed), layer.adapter.module
+    if isinstance(module, nn.Module):
+        before = module.training
+        for mode in (False, True):
+            module.train(mode)
+            yield Found(case, layer.step(case), "train" if mode else "eval")
+        module.train(before)
+
+
+def other_sizes(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """Steps of other sizes after another: more tokens, then fewer, then more again."""
+    L = pattern.sizes.L
+    layer.step(_make(layer, pattern, seed))
+    for step, tokens in enumerate((2 * L + 3, L // 2 + 1, 2 * L + 3), 1):
+        case = _make(layer, pattern._replace(sizes=pattern.sizes._replace(L=tokens)), seed, step)
+        yield Found(case, layer.step(case), f"L = {tokens}")
+
+
+def without_tokens(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """A step of no token, whose weights have gradients of zero; a layer need not allow one."""
+    case = _make(layer, pattern, seed)
+    none = case.of_tokens(0)
+    inputs = layer.load(none)
+    try:
+        out = layer.forward(inputs)
+        found = layer.gradients(out, layer.d_out(none), inputs) if out.requires_grad else {}
+    except LayerFault as fault:
+        if fault.kind.startswith("raises"):
+            return
+        raise
+    for name, tensor in found.items():
+        if tensor.any():  # so is NaN
+            raise LayerFault(f"a step without tokens has a gradient of {name} that is not zero", "not zero")
+    yield Found(case, {})
 
 
 def unchanged(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
@@ -211,23 +259,37 @@ def expanded(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found
     yield Found(case, in_float64({"out": out}) | layer.gradients(out, one.expand_as(out), given))
 
 
+def deterministic(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
+    """Under ``torch.use_deterministic_algorithms``, with which functions of torch choose other kernels."""
+    yield from _with_deterministic_algorithms(layer, pattern, seed, poison=False)
+
+
 def poisoned(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
     """New memory is full of NaN."""
+    yield from _with_deterministic_algorithms(layer, pattern, seed, poison=True)
+
+
+def _with_deterministic_algorithms(layer: CheckedLayer, pattern: Pattern, seed: int, poison: bool) -> Iterator[Found]:
     for routing, how in ((_with_idle_experts(pattern), IDLE), (pattern, "")):
         case = _make(layer, routing, seed)
-        with _poisoned_memory():
+        with _deterministic_algorithms(poison):
             found = layer.step(case)
         yield Found(case, found, how)
 
 
 @contextmanager
-def _poisoned_memory() -> Iterator[None]:
+def _deterministic_algorithms(poison: bool) -> Iterator[None]:
+    """Torch's deterministic mode, in which ``torch.empty`` can fill new memory with NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # then torch.empty fills with NaN
+    memory: Any = torch.utils.deterministic  # of whose setting mypy knows nothing
+    fills = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = poison
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fills
 
 
 def compiled(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
@@ -292,7 +354,7 @@ def refused(adapter: Adapter) -> tuple[str, ...]:
     return tuple(way for way, taken in takes.items() if not taken)
 
 
-#: each on one pattern; what it is called in a verdict
+#: each by what it is called in a verdict
 WAYS: dict[str, Way] = {
     "a second step of the same shape": second_step,
     "two steps in flight": two_in_flight,
@@ -303,13 +365,19 @@ WAYS: dict[str, Way] = {
     "activation checkpointing": recomputed,
     "no gradients wanted": without_gradients,
     "a step after inference": after_inference,
-    "frozen weights or inputs": frozen,
+    "eval()": evaluated,
+    "other sizes": other_sizes,
+    FROZEN: frozen,
     STRIDED: strided,
     TRANSPOSED: transposed,
     "equal tokens": equal_tokens,
     "an expanded x": expanded,
+    "deterministic algorithms": deterministic,
     "memory full of NaN": poisoned,
     AUTOCAST: autocast,
     COMPILE: compiled,
     GRAPH: replayed,
+    EMPTY: without_tokens,
 }
+#: ways in which the first pattern alone runs: they take long, or others would show no more
+ONCE = frozenset({FROZEN, COMPILE, GRAPH, EMPTY})

@@ -85,7 +85,7 @@ def _of_family(family: str, name: str) -> Any:
     return getattr(found, name)
 
 
-class _Flat(nn.Module):
+class Flat(nn.Module):
     """A block that takes and returns (L, d)."""
 
     def __init__(self, block: nn.Module):
@@ -113,7 +113,7 @@ def block(
     weights |= {f"block.{about.shared}.{name}": layout for name, layout in SHARED.items()} if about.shared else {}
     shared = h if about.shared else 0
     return Adapter(
-        _Flat(made), weights, router, about.activation, shared=shared, multiple=_MULTIPLES.get(implementation, 8)
+        Flat(made), weights, router, about.activation, shared=shared, multiple=_MULTIPLES.get(implementation, 8)
     )
 
 
