@@ -33,7 +33,7 @@ def verdicts(record: Record) -> str:
 def _verdict(row: dict[str, Any]) -> list[str]:
     if row["dtype"] is None:
         return [row["layer"], f"not checked: {row['first_problem']}", *[NONE] * 4]
-    said = "right" if row["right"] else f"wrong: {row['what']}; {' '.join(row['first_problem'].splitlines())}"
+    said = "right" if row["right"] else f"wrong: {row['what']}; {'; '.join(row['first_problem'].splitlines())}"
     said += f"; not supported: {', '.join(row['not_supported'])}" if row["not_supported"] else ""
     error = NONE if row["largest_error"] is None else f"{row['largest_error']:.2f}"
     bits = {True: "yes", False: "no", None: NONE}[row["deterministic"]]
@@ -75,6 +75,12 @@ def missing(record: Record) -> list[str]:
     return [name for name in LEAGUE_PRESETS if name not in there]
 
 
+def unchecked(record: Record) -> list[str]:
+    """Return the layers that a record has times of, and no verdict on."""
+    checked = {row["layer"] for row in record["checks"]}
+    return list(dict.fromkeys(row["layer"] for row in record["times"] if row["layer"] not in checked))
+
+
 def results() -> str:
     """Return the tables of every record, one GPU after the other."""
     return "\n\n".join(_of_record(record) for record in records()) or "No run is recorded yet."
@@ -93,7 +99,11 @@ def _of_record(record: Record) -> str:
         "The most that a step allocates, in MiB, weights excluded:",
         peaks(record),
         problems(record),
-        *([f"Not timed yet: {', '.join(missing(record))}."] if missing(record) else []),
+        *(
+            f"Not {done} yet: {', '.join(names)}."
+            for done, names in {"timed": missing(record), "checked": unchecked(record)}.items()
+            if names
+        ),
     ]
     return "\n\n".join(parts)
 

@@ -45,8 +45,16 @@ class Finding(NamedTuple):
         return not self.wrong and not self.raised
 
     def __str__(self) -> str:
-        where = f"{self.way}{f' ({self.how})' if self.how else ''}, {self.case}"
-        return f"{where}: {self.raised or '; '.join(map(str, self.wrong)) or 'right'}"
+        return f"{self._where}: {self.raised or '; '.join(map(str, self.wrong)) or 'right'}"
+
+    @property
+    def _where(self) -> str:
+        return f"{self.way}{f' ({self.how})' if self.how else ''}, {self.case}"
+
+    @property
+    def first(self) -> str:
+        """The error that was raised, or the first tensor that is wrong."""
+        return f"{self._where}: {self.raised or self.wrong[0]}"
 
 
 class Verdict(NamedTuple):
@@ -87,9 +95,10 @@ class Verdict(NamedTuple):
         return next((finding for finding in self.findings if not finding.ok), None)
 
     @property
-    def _wrong_ways(self) -> list[str]:
-        """The ways in which something is wrong, in their order."""
-        return list(dict.fromkeys(finding.way for finding in self.findings if not finding.ok))
+    def _first_of_ways(self) -> list[Finding]:
+        """The first finding that is wrong of each way, in their order."""
+        wrong = [finding for finding in reversed(self.findings) if not finding.ok]
+        return list({finding.way: finding for finding in wrong}.values())[::-1]
 
     @property
     def what(self) -> str:
@@ -103,8 +112,7 @@ class Verdict(NamedTuple):
             return f"{self.dtype}: right; the largest error is {self.units:.2f} times its bound"
         first = self.first or "two runs of a step differ in their bits, and the layer claims that they do not"
         lines = [f"{self.dtype}: wrong ({self.what})", str(first)]
-        if others := self._wrong_ways[1:]:
-            lines.append(f"It is also wrong in: {', '.join(others)}.")
+        lines += [f"also wrong: {other.first}" for other in self._first_of_ways[1:]]
         if self.bug_class in diagnosis.ADAPTER:
             lines.append(f"The adapter may be wrong instead: {diagnosis.ADAPTER[self.bug_class]}.")
         return "\n".join(lines)

@@ -93,6 +93,7 @@ class Flat(nn.Module):
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
+        """The output (L, d) for x (L, d)."""
         out = self.block(x[None])
         return (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
 
