@@ -206,7 +206,7 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
     -------
     MmaTile, HopperTile, WarpgroupTile or None
         None for a version without tile constants. A RaggedTile where Hopper's tiles do not divide d and h; on a GPU,
-        which has not run these yet, only if a trial asks for it.
+        where it gains little, only if a trial asks for it.
 
     Raises
     ------
