@@ -364,7 +364,7 @@ CLASSES = (
                 "the same inputs again",
                 "frozen weights or inputs",
                 "a step after inference",
-                "eval()",
+                "evaluation",
                 "other sizes",
                 "deterministic algorithms",
                 "memory full of NaN",
@@ -450,7 +450,7 @@ CLASSES = (
         "inference differs",
         "It computes something else where no gradient is wanted, or after eval().",
         "",
-        ways=frozenset({"no gradients wanted", "eval()"}),
+        ways=frozenset({"no gradients wanted", "evaluation"}),
     ),
     BugClass(
         "indices past 2^31",

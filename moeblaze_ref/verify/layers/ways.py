@@ -135,7 +135,7 @@ def evaluated(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Foun
         before = module.training
         for mode in (False, True):
             module.train(mode)
-            yield Found(case, layer.step(case), "train" if mode else "eval")
+            yield Found(case, layer.step(case), "after train()" if mode else "after eval()")
         module.train(before)
 
 
@@ -365,7 +365,7 @@ WAYS: dict[str, Way] = {
     "activation checkpointing": recomputed,
     "no gradients wanted": without_gradients,
     "a step after inference": after_inference,
-    "eval()": evaluated,
+    "evaluation": evaluated,
     "other sizes": other_sizes,
     FROZEN: frozen,
     STRIDED: strided,
