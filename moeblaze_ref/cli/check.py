@@ -107,7 +107,7 @@ def check(
         raise typer.Exit(_check_layers(context, layer, terms, jobs or 1, record, force, as_json))
     with user_errors():
         if given := [name for name in _given(context) if name in ("--seeds", "--device", "--jobs")]:
-            raise ValueError(f"{', '.join(given)}: only a check of a layer has these; name it with --layer")
+            raise ValueError(f"{', '.join(given)}: for a check of a layer alone, which --layer names")
     options: dict[str, Any] = {
         "grid": grid,
         "block": block,

@@ -65,7 +65,7 @@ def check_layers(names: Iterable[str], terms: Terms, jobs: int, record: Path | N
         if record:
             provenance.check_place(record, COMMAND, force)
     work = [functools.partial(rows_of, name, *terms, timed) for name in chosen]
-    rows: list[Row] = progress.run_with_bar("checking layers", work, jobs)
+    rows: list[Row] = progress.run_with_bar("checking layers", work, min(jobs, len(work)))
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=2))
     else:

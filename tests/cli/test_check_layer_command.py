@@ -189,8 +189,8 @@ def test_what_a_layer_refuses_is_said(here):
             ["--layer", "torch/experts", "--large"],
             "layers of more than 2^31 elements run on a GPU alone: the device is cpu",
         ),
-        (["--seeds", "2"], "--seeds: only a check of a layer has these"),
-        (["--device", "cpu", "--jobs", "2"], "--device, --jobs: only a check of a layer has these"),
+        (["--seeds", "2"], "--seeds: for a check of a layer alone, which --layer names"),
+        (["--device", "cpu", "--jobs", "2"], "--device, --jobs: for a check of a layer alone"),
     ],
 )
 def test_bad_input(here, arguments, message):
@@ -220,7 +220,7 @@ def test_layers_that_are_timed_are_checked_one_at_a_time(here, monkeypatch):
 
 def test_layers_checked_two_at_a_time_have_the_verdicts_of_one_at_a_time(here):
     words = ["check", "--layer", "torch/experts", "--layer", "my_layers:uncompiled", "--dtype", "bfloat16", "--json"]
-    one, two = (moeblaze(*words, *jobs) for jobs in ([], ["--jobs", "2"]))
+    one, two = (moeblaze(*words, *jobs) for jobs in ([], ["--jobs", str(2**40)]))
     assert one.exit_code == two.exit_code == 0 and json.loads(one.stdout) == json.loads(two.stdout)
     assert [row["layer"] for row in json.loads(two.stdout)] == ["torch/experts", "my_layers:uncompiled"]
 

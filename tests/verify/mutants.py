@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from moeblaze_ref.nn import routers
 from moeblaze_ref.verify.layers.activations import ClampedSwiglu
 from moeblaze_ref.verify.layers.adapters import plain
-from moeblaze_ref.verify.layers.adapters.plain import PlainExperts, PlainMoE
+from moeblaze_ref.verify.layers.adapters.plain import PlainExperts, PlainMoE, swiglu
 from moeblaze_ref.verify.layers.adapters.wrong import (
     CachedDispatch,
     FewBits,
@@ -413,10 +413,10 @@ class TanhGelu(PlainExperts):
 
 
 class OneBuffer(PlainExperts):
-    """Its buffer of outputs has the size of the first step, and holds no more tokens."""
+    """Its buffer of outputs has room for the first step, in whole tiles, and holds no more tokens."""
 
     def combine(self, out, token, y):
-        self.tokens = getattr(self, "tokens", len(out))
+        self.tokens = getattr(self, "tokens", -(-len(out) // 128) * 128)
         return super().combine(out, token, y * (token < self.tokens)[:, None])
 
 
@@ -428,6 +428,28 @@ class OtherDeterministic(PlainExperts):
 class OtherEvaluation(PlainExperts):
     def combine(self, out, token, y):
         return super().combine(out, token, y) * (1.0 if self.training else 0.5)
+
+
+class PackedOnce(PlainExperts):
+    """Packs its weights for inference once, whatever becomes of them."""
+
+    def expert(self, e, rows, gate):
+        if torch.is_grad_enabled():
+            return super().expert(e, rows, gate)
+        self.packed = getattr(self, "packed", [self.gate_up.detach().clone(), self.down.detach().clone()])
+        a, b = F.linear(rows, self.packed[0][e]).chunk(2, -1)
+        return F.linear(swiglu(a, b), self.packed[1][e]) * gate.to(rows.dtype)
+
+
+class SortedInEvaluation(PlainExperts):
+    """Trains with the order of rows that it made after eval()."""
+
+    def sort(self, topk_index):
+        if not self.training:
+            self.order = super().sort(topk_index)
+        elif hasattr(self, "order") and len(self.order) == topk_index.numel():
+            return self.order
+        return super().sort(topk_index)
 
 
 class ChangingBias(PlainMoE):
@@ -505,6 +527,8 @@ MUTANTS = {
     "uninitialised": Mutant(experts(Uninitialised), "uninitialised memory"),
     "deterministic mode": Mutant(experts(OtherDeterministic), "deterministic mode differs"),
     "one dtype": Mutant(experts(OneDtype), "autocast"),
+    "packed once": Mutant(experts(PackedOnce), "inference differs"),
+    "sorted in evaluation": Mutant(experts(SortedInEvaluation), "inference differs"),
     "evaluation": Mutant(experts(OtherEvaluation), "inference differs"),
     "inference": Mutant(experts(OtherInference), "inference differs"),
 }

@@ -31,8 +31,8 @@ ALIGNED = 8  #: elements of 16 bytes in the narrow dtypes: the ``multiple`` of m
 INDEX_DTYPES = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which layers are checked
 GIVE_ROUTER = "give router, such as router='mixtral'"
-SHARED = ("shared_gate", "shared_up", "shared_down")
 SHARED_EXPERT_GATE = "shared_expert_gate"  #: whose sigmoid multiplies the output of the shared expert
+SHARED = ("shared_gate", "shared_up", "shared_down", SHARED_EXPERT_GATE)
 
 
 class Sizes(NamedTuple):

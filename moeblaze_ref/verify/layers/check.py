@@ -24,6 +24,7 @@ from moeblaze_ref.verify.layers.ways import Found, Way
 # With which a factory is called to learn what it makes. d and h differ: a layout that exchanges them is refused.
 PROBE = Sizes(8, 128, 256, 8, 2)
 UNKNOWN = "class unknown"
+PLAIN = "a step"  #: the way of a plain step
 # Of one function in a check: its cases have other sizes, and want other gradients. Torch allows eight.
 COMPILATIONS = 256
 
@@ -195,7 +196,7 @@ class _Check(NamedTuple):
         steps: list[Finding] = []
         for pattern in patterns:
             for seed in range(seeds):
-                steps += yield from self._run("a step", ways.plain, pattern, seed, evidence)
+                steps += yield from self._run(PLAIN, ways.plain, pattern, seed, evidence)
         of_ways: list[Evidence] = []
         refused = ways.refused(self.adapter)
         others = (yield from self._ways(patterns, refused, of_ways, large)) if _right(steps) else []
@@ -221,9 +222,19 @@ class _Check(NamedTuple):
             for pattern in in_all_ways[: 1 if name in ways.ONCE else None]:
                 if name not in refused:
                     found += yield from self._run(name, way, pattern, 0, evidence)
+        found += yield from self._sizes_alone(found, in_all_ways, evidence)
         if large:
             found += yield from self._large_steps()
         return found
+
+    def _sizes_alone(self, found: Sequence[Finding], patterns: Sequence[Pattern], evidence: list[Evidence]) -> Begun:
+        """If other sizes are wrong, plain steps of these sizes in new layers: is it the size, or what came before?"""
+        wrong = {finding.case for finding in found if finding.way == ways.SIZES and not finding.ok}
+        alone: list[Finding] = []
+        for pattern in patterns:
+            for other in ways.resized(pattern) if pattern.name in wrong else ():
+                alone += yield from self._run(PLAIN, ways.plain, other, 0, evidence)
+        return alone
 
     def _run(self, name: str, way: Way, pattern: Pattern, seed: int, evidence: list[Evidence]) -> Begun:
         """Run a way, and compare all that it yields; an error that the layer raises is a finding."""

@@ -77,13 +77,13 @@ def wanted(
 def _computed(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtype, ways: Sequence[Experts]) -> Wanted:
     exact, sizes = reference.exact(spec, case), reference.sizes(spec, case)
     plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in ways]
-    different = len(case.x.unique(dim=0)) * spec.k  # equal rows have equal errors, which no sum averages
-    few = FEW_ELEMENTS if different < FEW_ROWS else 1
+    different = len(case.x.unique(dim=0))  # equal rows have equal errors, which no sum averages
     bounds = {}
     for name, tensor in exact.items():
         errors = [_errors(name, results[name], tensor, sizes.get(name, tensor)) for results in plain]
         whole, parts = (max(float(e) for e in kind) for kind in zip(*((w, p.max()) for w, p in errors), strict=True))
-        numel, count = tensor.numel() // few, len(errors[0][1])
+        rows = different if name.startswith("shared_") else different * spec.k
+        numel, count = tensor.numel() // (FEW_ELEMENTS if rows < FEW_ROWS else 1), len(errors[0][1])
         bounds[name] = bound_for(whole, numel, dtype), bound_for(parts, numel // count, dtype)
     return Wanted(exact, sizes, bounds)
 

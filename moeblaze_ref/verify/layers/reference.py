@@ -88,14 +88,18 @@ def with_gates(
 ) -> Tensor:
     """The same for gates (L, k), however they came about."""
     out = (experts or one_after_another)(spec, inputs, topk_index, gates)
-    shared = {role: inputs[f"shared_{role}"] for role in PER_EXPERT if f"shared_{role}" in inputs}
-    return out + _shared_expert(spec, shared, inputs) if shared else out
+    return out + _shared_expert(spec, inputs) if _of_shared(inputs) else out
 
 
-def _shared_expert(spec: Spec, weights: Weights, inputs: Weights) -> Tensor:
+def _of_shared(inputs: Weights) -> Weights:
+    """The weights of the shared expert."""
+    return {role: inputs[f"shared_{role}"] for role in PER_EXPERT if f"shared_{role}" in inputs}
+
+
+def _shared_expert(spec: Spec, inputs: Weights) -> Tensor:
     """What the shared expert adds (L, d); a sigmoid of its own may multiply it, as in Qwen2-MoE."""
     x, gate = inputs["x"], inputs.get("shared_expert_gate")
-    y = expert(spec, weights, x)
+    y = expert(spec, _of_shared(inputs), x)
     return y if gate is None else y * torch.sigmoid(x @ gate)
 
 
@@ -221,9 +225,18 @@ def sizes(spec: Spec, case: Case) -> Results:
 
     The gradient of a gate is a sum of products; that of a router's logit is a difference of those.
     """
-    if spec.weighs == "input":
-        return {}
     inputs = case.inputs() | case.weights
+    of_shared = _size_of_shared_gate(spec, inputs, case.d_out) if "shared_expert_gate" in inputs else {}
+    return of_shared if spec.weighs == "input" else of_shared | _sizes_of_router(spec, case, inputs)
+
+
+def _size_of_shared_gate(spec: Spec, inputs: Weights, d_out: Tensor) -> Results:
+    gates = torch.sigmoid(inputs["x"] @ inputs["shared_expert_gate"])  # (L, 1)
+    y = expert(spec, _of_shared(inputs), inputs["x"])
+    return {"shared_expert_gate": inputs["x"].T @ (gates * (1 - gates) * (y * d_out).norm(dim=1, keepdim=True))}
+
+
+def _sizes_of_router(spec: Spec, case: Case, inputs: Weights) -> Results:
     of_gates = (_outputs(spec, case, inputs) * case.d_out[:, None]).norm(dim=2)  # (L, k)
     if spec.router is None:
         return {"topk_weights": of_gates}

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 AUTOCAST, COMPILE, GRAPH = "autocast", "torch.compile", "a replayed CUDA graph"
 STRIDED, TRANSPOSED = "a strided x", "a transposed x"
 TWO_BACKWARDS = "a second backward"
-FROZEN, EMPTY = "frozen weights or inputs", "a step without tokens"
+FROZEN, EMPTY, SIZES = "frozen weights or inputs", "a step without tokens", "other sizes"
 Way = Callable[[CheckedLayer, Pattern, int], Iterator[Found]]
 
 
@@ -47,7 +47,7 @@ def plain(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
 
 
 def second_step(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """Steps of the same shape after another: other tokens, another routing, other weights; fewer experts."""
+    """Steps of the same shape, one after another: other tokens, another routing, other weights; fewer experts."""
     layer.step(_make(layer, pattern, seed))
     case, idle = _make(layer, pattern, seed, step=1), _make(layer, _with_idle_experts(pattern), seed, step=2)
     yield Found(case, layer.step(case))
@@ -105,53 +105,58 @@ def recomputed(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Fou
     yield Found(case, in_float64({"out": out}) | layer.gradients(out, layer.d_out(case), inputs))
 
 
+INFERENCE = torch.inference_mode, torch.no_grad  # in this order: what is kept of the first is no use in a training step
+
+
 def without_gradients(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """A forward under ``torch.no_grad()``, and one under ``torch.inference_mode()``."""
-    case = _make(layer, pattern, seed)
-    for mode in INFERENCE:
-        inputs = layer.load(case)
-        with mode():
-            out = layer.forward(inputs)
-        yield Found(case, in_float64({"out": out}), mode.__name__)
+    """Two forwards under ``torch.inference_mode()``, with other weights, and two under ``torch.no_grad()``."""
+    for mode, step in itertools.product(INFERENCE, (0, 1)):
+        case = _make(layer, pattern, seed, step)
+        yield Found(case, in_float64({"out": _inferred(layer, case, mode)}), mode.__name__)
 
 
-INFERENCE = torch.no_grad, torch.inference_mode
+def _inferred(layer: CheckedLayer, case: Case, mode: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
+    inputs = layer.load(case)
+    with mode():
+        return layer.forward(inputs)
 
 
 def after_inference(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """A step after a forward under ``torch.no_grad()``, and one under ``torch.inference_mode()``."""
+    """A step after a forward under ``torch.inference_mode()``, and one after one under ``torch.no_grad()``."""
     for step, mode in enumerate(INFERENCE, 1):
-        inputs = layer.load(_make(layer, pattern, seed))
-        with mode():
-            layer.forward(inputs)
+        _inferred(layer, _make(layer, pattern, seed), mode)
         case = _make(layer, pattern, seed, step)
         yield Found(case, layer.step(case), mode.__name__)
 
 
 def evaluated(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """A step after ``eval()``, and one after ``train()`` again."""
-    case, module = _make(layer, pattern, seed), layer.adapter.module
+    """Two steps after ``eval()``, with other weights, and one after ``train()`` again."""
+    module = layer.adapter.module
     if isinstance(module, nn.Module):
-        before = module.training
-        for mode in (False, True):
-            module.train(mode)
-            yield Found(case, layer.step(case), "after train()" if mode else "after eval()")
-        module.train(before)
+        for step, training in enumerate((False, False, True)):
+            module.train(training)
+            case = _make(layer, pattern, seed, step)
+            yield Found(case, layer.step(case), "after train()" if training else "after eval()")
 
 
 def other_sizes(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """Steps of other sizes after another: more tokens, then fewer, then more again."""
+    """Steps of other sizes, one after another: few tokens, then ten times as many, then fewer again."""
+    for step, other in enumerate(resized(pattern)):
+        case = _make(layer, other, seed, step)
+        yield Found(case, layer.step(case), f"L = {other.sizes.L}")
+
+
+def resized(pattern: Pattern) -> list[Pattern]:
+    """The pattern with the numbers of tokens that `other_sizes` has."""
     L = pattern.sizes.L
-    layer.step(_make(layer, pattern, seed))
-    for step, tokens in enumerate((2 * L + 3, L // 2 + 1, 2 * L + 3), 1):
-        case = _make(layer, pattern._replace(sizes=pattern.sizes._replace(L=tokens)), seed, step)
-        yield Found(case, layer.step(case), f"L = {tokens}")
+    return [pattern._replace(sizes=pattern.sizes._replace(L=tokens)) for tokens in (L // 2 + 1, 5 * L, L)]
 
 
 def without_tokens(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """A step of no token, whose weights have gradients of zero; a layer need not allow one."""
-    case = _make(layer, pattern, seed)
-    none = case.of_tokens(0)
+    """A step of no token, whose weights have no gradient or zeros, between two others; a layer need not allow one."""
+    first, case = (_make(layer, pattern, seed, step) for step in (0, 1))
+    layer.step(first)
+    none = first.of_tokens(0)
     inputs = layer.load(none)
     try:
         out = layer.forward(inputs)
@@ -163,7 +168,7 @@ def without_tokens(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator
     for name, tensor in found.items():
         if tensor.any():  # so is NaN
             raise LayerFault(f"a step without tokens has a gradient of {name} that is not zero", "not zero")
-    yield Found(case, {})
+    yield Found(case, layer.step(case), "the step after it")
 
 
 def unchanged(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
@@ -260,7 +265,7 @@ def expanded(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found
 
 
 def deterministic(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """Under ``torch.use_deterministic_algorithms``, with which functions of torch choose other kernels."""
+    """Under ``torch.use_deterministic_algorithms``, under which some functions of torch choose other kernels."""
     yield from _with_deterministic_algorithms(layer, pattern, seed, poison=False)
 
 
@@ -366,7 +371,7 @@ WAYS: dict[str, Way] = {
     "no gradients wanted": without_gradients,
     "a step after inference": after_inference,
     "evaluation": evaluated,
-    "other sizes": other_sizes,
+    SIZES: other_sizes,
     FROZEN: frozen,
     STRIDED: strided,
     TRANSPOSED: transposed,
