@@ -412,6 +412,24 @@ def test_a_layer_that_is_wrong_at_a_size_keeps_nothing_of_another():
     assert wrong == {("other sizes", "random"), ("a step", "random")}
 
 
+class DetachedInEvaluation(plain.PlainExperts):
+    factor = 1.0
+
+    def combine(self, out, token, y):
+        found = super().combine(out, token, y)
+        return found if self.training else self.factor * found.detach()
+
+
+class WrongInEvaluation(DetachedInEvaluation):
+    factor = 0.5
+
+
+def test_a_layer_after_eval_may_have_no_backward():
+    assert all(finding.ok for finding in findings_on(DetachedInEvaluation, "random", "evaluation"))
+    first, second, trained = findings_on(WrongInEvaluation, "random", "evaluation")
+    assert [one.wrong[0].tensor for one in (first, second)] == ["out", "out"] and trained.ok
+
+
 class NoTokens(plain.PlainExperts):
     """Does something else if there is no token."""
 

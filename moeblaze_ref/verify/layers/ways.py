@@ -130,13 +130,19 @@ def after_inference(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterato
 
 
 def evaluated(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
-    """Two steps after ``eval()``, with other weights, and one after ``train()`` again."""
+    """Two steps after ``eval()``, which may have no backward, and one after ``train()`` again, with other weights."""
     module = layer.adapter.module
     if isinstance(module, nn.Module):
-        for step, training in enumerate((False, False, True)):
-            module.train(training)
+        module.eval()
+        for step in (0, 1):
             case = _make(layer, pattern, seed, step)
-            yield Found(case, layer.step(case), "after train()" if training else "after eval()")
+            inputs = layer.load(case)
+            out = layer.forward(inputs)
+            gradients = layer.gradients(out, layer.d_out(case), inputs) if out.requires_grad else {}
+            yield Found(case, in_float64({"out": out}) | gradients, "after eval()")
+        module.train()
+        case = _make(layer, pattern, seed, step=2)
+        yield Found(case, layer.step(case), "after train()")
 
 
 def other_sizes(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
