@@ -15,11 +15,11 @@ from moeblaze_ref.verify.layers.large import LARGE, Large
 
 FACTORIES = factories()
 SMALL = (
-    Large(Pattern("many tokens", Sizes(67, 16, 24, 4, 2), cases.distinct), times=5),
-    Large(Pattern("many experts", Sizes(61, 16, 24, 4, 2), cases.distinct), unused=81),
+    Large(Pattern("many tokens", Sizes(67, 16, 24, 4, 2), cases.distinct), times=12),
+    Large(Pattern("many experts", Sizes(61, 16, 24, 4, 2), cases.distinct), unused=281),
 )
 NAMES = ("torch/experts", "torch/experts with biases", "torch/deepseek_v3", "moeblaze_ref/minimal")
-MOST_TOKENS, MOST_EXPERTS = 200, 80  # which the layers below get right
+MOST_TOKENS, MOST_EXPERTS = 700, 280  # which the layers below get right: more than the other cases have
 
 
 @pytest.fixture(autouse=True)
