@@ -173,10 +173,7 @@ def _show_coverage(context: typer.Context, as_json: bool) -> int:
     return 1 if gaps else 0
 
 
-_OF_LAYERS = (
-    *("--layer", "--dtype", "--device", "--seeds", "--timeout", "--large"),
-    *("--jobs", "--record", "--force", "--json"),
-)
+_OF_LAYERS = "--layer --dtype --device --seeds --timeout --large --jobs --record --force --json".split()
 
 
 def _check_layers(

@@ -227,7 +227,7 @@ def _tensor_of(place: Place, tensors: Mapping[str, Tensor], sizes: Sizes, shared
     """Return the parameter, whose shape must be that of its layout."""
     if place.name not in tensors:
         raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
-    known = layouts.widths(sizes._asdict(), shared)
+    known = layouts.lengths(sizes._asdict(), shared)
     tensor, shape = tensors[place.name], place.layout.shape(known)
     if tuple(tensor.shape) != shape:
         named = ", ".join(f"{axis} = {known[axis]}" for axis in place.layout.plain)

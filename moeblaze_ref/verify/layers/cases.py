@@ -193,7 +193,7 @@ def _normal(shape: tuple[int, ...] | torch.Size, generator: Generator) -> Tensor
 
 def _weights(adapter: Adapter, pattern: Pattern, generator: Generator) -> Weights:
     """Random weights of each role that the layer has; outputs and gradients are then of order 1."""
-    lengths = layouts.widths(pattern.sizes._asdict(), adapter.shared)
+    lengths = layouts.lengths(pattern.sizes._asdict(), adapter.shared)
     roles = {role for text in adapter.weights.values() for role in Layout.parse(text).roles}
     shapes = {role: tuple(lengths[axis] for axis in ROLES[role]) for role in ROLES if role in roles}
     scales = dict.fromkeys(("gate", "up"), pattern.scale) | {"selection_bias": pattern.selection_bias}

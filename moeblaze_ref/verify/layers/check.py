@@ -98,8 +98,11 @@ class Verdict(NamedTuple):
     @property
     def _first_of_ways(self) -> list[Finding]:
         """The first finding that is wrong of each way, in their order."""
-        wrong = [finding for finding in reversed(self.findings) if not finding.ok]
-        return list({finding.way: finding for finding in wrong}.values())[::-1]
+        first: dict[str, Finding] = {}
+        for finding in self.findings:
+            if not finding.ok:
+                first.setdefault(finding.way, finding)
+        return list(first.values())
 
     @property
     def what(self) -> str:
@@ -203,7 +206,8 @@ class _Check(NamedTuple):
         yield self._begun("the same step twice", patterns[0].name)
         same = self._is_deterministic(patterns[0])
         bug_class = _class_of_ways(others, of_ways) if _right(steps) else _class_of(steps, evidence)
-        refused += (ways.EMPTY,) * _lacks(others, ways.EMPTY)
+        if _lacks(others, ways.EMPTY):
+            refused = (*refused, ways.EMPTY)
         return Verdict(self._name, (*steps, *others), bug_class, same, self.adapter.deterministic, refused)
 
     @property

@@ -41,7 +41,7 @@ BUFFERS = ("selection_bias",)  #: what no gradient reaches
 Weights = dict[str, Tensor]  # by role
 
 
-def widths(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
+def lengths(sizes: Mapping[str, int], shared: int) -> dict[str, int]:
     """Return the length of each axis: those of a case, the width of the shared expert, and 1."""
     return {**sizes, "s": shared, "1": 1}
 

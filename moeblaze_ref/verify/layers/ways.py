@@ -136,13 +136,17 @@ def evaluated(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Foun
         module.eval()
         for step in (0, 1):
             case = _make(layer, pattern, seed, step)
-            inputs = layer.load(case)
-            out = layer.forward(inputs)
-            gradients = layer.gradients(out, layer.d_out(case), inputs) if out.requires_grad else {}
-            yield Found(case, in_float64({"out": out}) | gradients, "after eval()")
+            yield Found(case, _with_gradients_if_any(layer, case), "after eval()")
         module.train()
         case = _make(layer, pattern, seed, step=2)
         yield Found(case, layer.step(case), "after train()")
+
+
+def _with_gradients_if_any(layer: CheckedLayer, case: Case) -> Results:
+    inputs = layer.load(case)
+    out = layer.forward(inputs)
+    gradients = layer.gradients(out, layer.d_out(case), inputs) if out.requires_grad else {}
+    return in_float64({"out": out}) | gradients
 
 
 def other_sizes(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
@@ -162,11 +166,8 @@ def without_tokens(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator
     """A step of no token, whose weights have no gradient or zeros, between two others; a layer need not allow one."""
     first, case = (_make(layer, pattern, seed, step) for step in (0, 1))
     layer.step(first)
-    none = first.of_tokens(0)
-    inputs = layer.load(none)
     try:
-        out = layer.forward(inputs)
-        found = layer.gradients(out, layer.d_out(none), inputs) if out.requires_grad else {}
+        found = _with_gradients_if_any(layer, first.of_tokens(0))
     except LayerFault as fault:
         if fault.kind.startswith("raises"):
             return
