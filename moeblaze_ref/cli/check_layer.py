@@ -73,7 +73,7 @@ def check_layers(names: Iterable[str], terms: Terms, jobs: int, record: Path | N
     if record:
         with user_errors():
             content = {"seeds": terms.seeds, "rows": [row._asdict() for row in rows]}
-            provenance.record(record, COMMAND, content, force, (source_hashes.LAYERS,))
+            provenance.record(record, COMMAND, content, force, (source_hashes.LAYERS, source_hashes.CHECKS))
     return _status(rows)
 
 

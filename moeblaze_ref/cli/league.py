@@ -24,12 +24,13 @@ from moeblaze_ref.cli.shared import (
     to_file,
     user_errors,
 )
-from moeblaze_ref.core import checks, provenance, records
+from moeblaze_ref.core import checks, provenance, records, source_hashes
 from moeblaze_ref.core.config import PRESETS
 from moeblaze_ref.core.units import MIB
 
 COMMAND = "league"
 DTYPE, DEVICE = "bfloat16", "cuda"  # of every layer
+CODE = (*source_hashes.MEASURED, source_hashes.CHECKS)
 # Tuning anew for each small case of a check would take half an hour.
 UNTUNED = {"LIGER_FUSED_MOE_AUTOTUNE": "0", "MOEBLAZE_TUNE_SONICMOE": "0"}
 
@@ -94,22 +95,28 @@ def _check_place(record: Path | None, force: bool) -> None:
 
 
 def _resumed(path: Path | None, asked: dict[str, Any]) -> dict[str, Any]:
-    """What a record holds that was measured on this device, with these versions and this code, as it is asked now."""
+    """What a record holds that was measured on this device, with these versions and this code, as it is asked now.
+
+    Where the check alone is another one now, its verdicts are left out, and the times stay.
+    """
     if path is None or not path.exists():
         raise ValueError("--resume goes on with the record that --record names, but there is none")
-    found, here = provenance.load_of(COMMAND, path), provenance.environment() | asked
+    found, here = provenance.load_of(COMMAND, path), provenance.environment(CODE) | asked
+    same_check = found["code"].get(source_hashes.CHECKS) == here["code"][source_hashes.CHECKS]
+    for one in (found, here):
+        one["code"] = {part: code for part, code in one["code"].items() if part != source_hashes.CHECKS}
     for name in ("device", "versions", "code", *asked):
         if found.get(name) != here[name]:
             raise ValueError(
                 f"{path.name} cannot be resumed: its {name} is {found.get(name)}, but it must be {here[name]}, as here"
             )
-    return asked | {"checks": found["checks"], "times": found["times"]}
+    return asked | {"checks": found["checks"] if same_check else [], "times": found["times"]}
 
 
 def _save(record: Path | None, content: dict[str, Any], force: bool) -> None:
     """Write what there is so far: a run takes long, and may be ended before its last check or shape."""
     if record:
-        provenance.record(record, COMMAND, content, force)
+        provenance.record(record, COMMAND, content, force, CODE)
 
 
 def _verdicts(names: list[str], seeds: int, seconds: int, jobs: int, large: bool) -> Iterator[list[check_layer.Row]]:

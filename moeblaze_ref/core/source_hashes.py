@@ -18,7 +18,7 @@ from typing import Any
 from moeblaze_ref.core.paths import PACKAGE, kernels_dir
 
 CUDA, NUMBA, NUMPY, LAYERS = "CUDA kernels", "Numba kernels", "numpy functions", "layers"
-PLACEMENT, PARALLEL, PLAN = "placement", "expert parallelism", "plan"
+PLACEMENT, PARALLEL, PLAN, CHECKS = "placement", "expert parallelism", "plan", "checks of layers"
 # Of each part the files that hold its text: patterns below the package, and for .cu and .cuh below the kernels' folder.
 PARTS: dict[str, tuple[str, ...]] = {
     CUDA: ("**/*.cu", "**/*.cuh", "backends/raw_cuda/*.py"),
@@ -40,6 +40,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     PLACEMENT: ("placement/*.py",),
     PARALLEL: ("parallel/*.py",),
     PLAN: ("plan/*.py",),
+    CHECKS: ("verify/layers/**/*.py",),
 }
 # Files that run a command or show what it measured.
 SHOWN = {"bench.py", "document.py", "findings.py", "plots.py", "report.py", "time_document.py", "time_tables.py"}

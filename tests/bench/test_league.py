@@ -17,6 +17,7 @@ from moeblaze_ref.cli import check_layer
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.cli.check_layer import Row
 from moeblaze_ref.cli.league import UNTUNED, _environment
+from moeblaze_ref.core import source_hashes
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.routers import Router
 from moeblaze_ref.verify.layers import adapters, layouts, reference
@@ -221,6 +222,18 @@ def test_only_a_record_of_the_same_terms_is_resumed(shapes_run, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"code": {"layers": "0"}}))
     assert "its code is {'layers': '0'}, but it must be" in run_league(path, "--resume").output
     assert shapes_run.timed == ["conf1"]
+
+
+@pytest.mark.parametrize("then", [{}, {source_hashes.CHECKS: "0"}])
+def test_verdicts_of_another_check_are_taken_anew_and_times_stay(shapes_run, tmp_path, then):
+    run_league(path := tmp_path / "league.json")
+    record = json.loads(path.read_text())
+    assert record["code"].pop(source_hashes.CHECKS)
+    path.write_text(json.dumps(record | {"code": record["code"] | then}))
+    shapes_run.ends.clear()
+    assert run_league(path, "--resume").exit_code == 0
+    assert shapes_run.checked == ["torch/experts"] * 2 and shapes_run.timed == ["conf1", "conf3"]
+    assert json.loads(path.read_text())["code"][source_hashes.CHECKS] != "0"
 
 
 def test_sonicmoe_is_checked_with_one_tile_and_timed_with_its_own_choice(monkeypatch):
