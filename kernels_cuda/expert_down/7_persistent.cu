@@ -9,6 +9,8 @@
 //              have finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; RAGGED and BAND, see hopper/. d and h are multiples of 8.
+// Pitches      d_pitch and h_pitch are elements from one row to the next, of tokens and of hidden rows: multiples of 8,
+//              and 16 make copies faster, whose rows then begin with a sector of 32 bytes.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel       grid             block  shared bytes
@@ -59,12 +61,12 @@ using HiddenRoles = WarpRoles<4, 4, true, false, false>;
 extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
     d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row, const Scalar* a,
              const Scalar* b, const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a,
-             Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E) {
+             Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E, int d_pitch, int h_pitch) {
     auto& shared = shared_memory<HiddenShared>();
     grouped_matmul<HiddenRoles>(
         shared, RowTiles(expert_token_offsets, E, h, TILE_COLUMNS, d),
         [&](const RowTile& tile) {
-            const GatheredRows<HiddenRoles::COPIERS> rows(d_out, d, expert_token_indices + tile.first, tile.rows);
+            const GatheredRows<HiddenRoles::COPIERS> rows(d_out, d_pitch, expert_token_indices + tile.first, tile.rows);
             return [=, &w3](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
                 rows.load(stage.a, p, d);
@@ -74,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
                 }
             };
         },
-        HiddenGradients<false>{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, h, shared.ahead});
+        HiddenGradients<false>{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, h_pitch, h_pitch,
+                               shared.ahead});
 }
 
 // Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered. Made transposed: the gathered
@@ -82,12 +85,13 @@ extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
 using WeightRoles = WarpRoles<4, 4, true, true, true>;
 extern "C" __global__ void __launch_bounds__(WeightRoles::BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
-         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
+         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E,
+         int d_pitch, int h_pitch) {
     auto& shared = shared_memory<WeightShared<FinishedColumns>>();
     grouped_matmul<WeightRoles>(
         shared, WeightTiles(shared, expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
-            return GatheredAndPlain(tile, d_out, d, gated_y_map, gated_y, h, expert_token_indices);
+            return GatheredAndPlain(tile, d_out, d, d_pitch, gated_y_map, gated_y, h, h_pitch, expert_token_indices);
         },
         StoreTransposedWeights{d_w3, h, d});
 }

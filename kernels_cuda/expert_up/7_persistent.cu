@@ -11,6 +11,8 @@
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI; RAGGED
 //              and BAND, see hopper/. d and h are multiples of 8.
+// Pitches      d_pitch and h_pitch are elements from one row to the next, of tokens and of hidden rows: multiples of 8,
+//              and 16 make copies faster, whose rows then begin with a sector of 32 bytes.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid             block  shared bytes
@@ -38,7 +40,7 @@ constexpr int WIDTH = TILE_COLUMNS / PROJECTIONS;  // columns of a tile of a and
 // The epilogue of expert_up. Panels of a and b, 64 columns each, lie side by side in a tile.
 struct Hidden {
     Scalar *a, *b, *y_swi;
-    int h;
+    int h, pitch;
 
     template <class Epilogue>
     __device__ __forceinline__ void operator()(const RowTile& tile, int, const Epilogue& epilogue) const {
@@ -52,7 +54,7 @@ struct Hidden {
             if (column < h)
 #pragma unroll 2
                 for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE)
-                    store_hidden(a, b, y_swi, (long long)(tile.first + first + row) * h + column,
+                    store_hidden(a, b, y_swi, (long long)(tile.first + first + row) * pitch + column,
                                  finished.at(row, a_chunk),
                                  finished.at(row, a_chunk + PANEL_CHUNKS * (PROJECTIONS - 1)));
             epilogue.give_back(n);
@@ -68,12 +70,12 @@ using UpRoles = WarpRoles<2, 2, true, false, true>;
 extern "C" __global__ void __launch_bounds__(UpRoles::BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
-              int d, int h, int E) {
+              int d, int h, int E, int d_pitch, int h_pitch) {
     auto& shared = shared_memory<Shared<RING_STAGES, 1>>();
     grouped_matmul<UpRoles>(
         shared, RowTiles(expert_token_offsets, E, h, WIDTH, d),
         [&](const RowTile& tile) {
-            const GatheredRows<UpRoles::COPIERS> rows(x, d, expert_token_indices + tile.first, tile.rows);
+            const GatheredRows<UpRoles::COPIERS> rows(x, d_pitch, expert_token_indices + tile.first, tile.rows);
             return [=, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
                 const int panels = panels_of(h - tile.column, PROJECTIONS);
@@ -90,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(UpRoles::BLOCK, 1)
                 }
             };
         },
-        Hidden{a, b, y_swi, h});
+        Hidden{a, b, y_swi, h, h_pitch});
 }
 
 // Section 5: d_a w1^T + d_b w2^T for every routed row.
@@ -119,12 +121,13 @@ extern "C" __global__ void __launch_bounds__(InputRoles::BLOCK, 1)
 using WeightRoles = WarpRoles<4, 4, true, true, true>;
 extern "C" __global__ void __launch_bounds__(WeightRoles::BLOCK, 1)
     d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x,
-        const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
+        const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E, int d_pitch,
+        int h_pitch) {
     auto& shared = shared_memory<WeightShared<>>();
     grouped_matmul<WeightRoles>(
         shared, WeightTiles(shared, expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
-            return GatheredAndPlain(tile, x, d, d_hidden_map, d_hidden, h, expert_token_indices);
+            return GatheredAndPlain(tile, x, d, d_pitch, d_hidden_map, d_hidden, h, h_pitch, expert_token_indices);
         },
         StoreWeights{d_w, d, h});
 }

@@ -173,5 +173,5 @@ extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
             };
         },
         HiddenGradients<ALTERNATING>{gate_of_row, ab, ab + second, d_ab, d_ab + second, gated_y, gate_terms, h,
-                                     PROJECTIONS * h, shared.ahead});
+                                     PROJECTIONS * h, h, shared.ahead});
 }

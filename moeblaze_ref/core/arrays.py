@@ -40,6 +40,22 @@ def strides_of(array: Array) -> tuple[int, ...]:
     return tuple(step * array.itemsize for step in array.stride()) if hasattr(array, "stride") else tuple(array.strides)
 
 
+def pitch_of(rows: Array) -> int:
+    """Elements from one row of a matrix to the next."""
+    pitch: int = strides_of(rows)[-2] // rows.dtype.itemsize
+    return pitch
+
+
+def whole_rows(rows: Array) -> Array:
+    """A matrix (rows, width) whose rows may have gaps between them, together with the gaps: (rows, pitch)."""
+    pitch = pitch_of(rows)
+    if pitch == rows.shape[1]:
+        return rows
+    if hasattr(rows, "as_strided"):
+        return rows.as_strided((rows.shape[0], pitch), (pitch, 1))
+    return library_of(rows).lib.stride_tricks.as_strided(rows, (rows.shape[0], pitch))
+
+
 def is_contiguous(array: Array) -> bool:
     """Whether it is laid out row by row without a gap, as C's arrays are."""
     found: bool = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous

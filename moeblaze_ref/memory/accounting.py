@@ -23,6 +23,7 @@ from moeblaze_ref.backends.raw_cuda.tiles import DEFAULTS
 from moeblaze_ref.core import checks, sparse_contracts
 from moeblaze_ref.core.config import POLICIES, MoEConfig, even_counts
 from moeblaze_ref.core.routers import Router, Shared, named
+from moeblaze_ref.core.structures import HIDDEN
 from moeblaze_ref.core.units import GB
 from moeblaze_ref.memory import router_tensors
 from moeblaze_ref.memory.router_tensors import at_inputs, lives, of_inputs, of_router, of_x
@@ -232,7 +233,8 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     the step ends, and ``peak_bytes`` is the step's peak.
 
     The version, a tiled one of the expert stages, decides how many columns of y and of the rows of d_x exist at one
-    time. Its tile is the default one: a GPU's own table of tiles may have another.
+    time, and how far apart hidden rows lie. Its tile is the default one: a GPU's own table of tiles may have another.
+    Where d or h is no multiple of 16, 7_persistent may copy tokens or weights for one product, which is not counted.
 
     Raises
     ------
@@ -243,10 +245,13 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     # Tiles of columns, each of which leaves a part of the gates' gradients.
     C = Size("C", gemm.gate_terms(version, config.h, DEFAULTS.get(version)))
     W = Size("W", gemm.parts_of_rows(version, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
+    H = Size("H", gemm.row_pitch(version, config.h) if config.dtype in gemm.NARROW else config.h)
     tensors = one.tensors if W == config.d else _y_in_parts(one.tensors, case.R, W)
+    tensors = tensors if H == config.h else _with_gaps(tensors, case, H)
     forward = _dying(tensors, _dies_at(case))
-    symbols = one.symbols | {size.text: int(size) for size in (C, W)}
-    return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W)), notes=())
+    symbols = one.symbols | {size.text: int(size) for size in (C, W, *([H] if H != config.h else []))}
+    backward = _backward(case, C, W, H if H != config.h else case.h)
+    return replace(one, symbols=symbols, tensors=(*forward, *backward), notes=())
 
 
 def _dying(tensors, dies_at):
@@ -260,6 +265,11 @@ def _y_in_parts(tensors, R, W):
         return tensors
     changes: dict[str, dict[str, Any]] = {"y": {"dims": (R, W)}, "y_swi": {"until": "out"}}
     return [tensor if tensor.kept else replace(tensor, **changes.get(tensor.name, {})) for tensor in tensors]
+
+
+def _with_gaps(tensors, s, H):
+    """The forward's tensors with the gaps between hidden rows, which lie H elements apart."""
+    return [replace(one, dims=(s.R, H)) if one.name in (*HIDDEN, "act_a") else one for one in tensors]
 
 
 def megablocks_step_account(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Account:
@@ -638,6 +648,9 @@ def _moeblaze(s: _Case) -> _Draft:
     notes = [f"moeblaze: {_note_of_router(s)}"]
     if s.saved == ("y_swi",):
         notes.append("moeblaze: of relu y_swi alone is kept: the slope is 1 where y_swi > 0, and relu(y_swi) is y_swi")
+    gap = 2 * (gemm.row_pitch(gemm.HOPPER, s.h) - s.h) if s.dtype in gemm.NARROW else 0
+    if gap:
+        notes.append(f"moeblaze: 7_persistent leaves {gap} bytes between the rows of a, b and y_swi, not counted here")
     (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R, s.d, s.h)
     if others and "y" not in s.saved:
         notes.append(f"moeblaze: y is counted whole; 7_persistent has {columns:,} of its {s.d:,} columns at one time")
@@ -720,9 +733,9 @@ def _dies_at(s):
     return {"a": "d_w1", "b": "d_w2", "y_swi": y_swi_until} | dict.fromkeys(("routed_x", "act_a", "y"), "d_out")
 
 
-def _backward(s, C, W):
+def _backward(s, C, W, H):
     """Tensors of the backward in the order of their allocation; a name with a prime is a recomputed tensor."""
-    hidden = (s.R, s.h)
+    hidden = (s.R, H)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
     if not s.saved:
         yield Tensor("a'", hidden, s.dtype, until="d_w1")

@@ -42,6 +42,9 @@ class Executor(Protocol):
     def cast(self, array: Any, dtype: str) -> Any:
         """The array in another dtype; itself if it has it."""
 
+    def assign(self, target: Any, source: Any) -> None:
+        """Write the elements of an array into another one of its shape and dtype."""
+
     def from_numpy(self, array: np.ndarray) -> Any:
         """The array where the executor's kernels can take it."""
 

@@ -52,6 +52,10 @@ class CupyExecutor:
         """The array in another dtype; itself if it has it."""
         return array.astype(dtype, copy=False)
 
+    def assign(self, target: cupy.ndarray, source: cupy.ndarray) -> None:
+        """Write the elements of an array into another one of its shape and dtype."""
+        target[...] = source
+
     def from_numpy(self, array: np.ndarray) -> cupy.ndarray:
         """A copy on the device."""
         return cupy.asarray(array)

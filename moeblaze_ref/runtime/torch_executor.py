@@ -19,6 +19,7 @@ from moeblaze_ref.runtime.source import KernelSource, Module, checked_sizes
 from moeblaze_ref.runtime.tensor_map import EncodedMap, Layout, TensorMap, check_layout
 from moeblaze_ref.runtime.torch_bridge import Bridge
 
+WIDEST = torch.complex128  # the widest elements that torch copies
 SHORT_DEPTH = 256  # of products that a library never splits into parts, whose narrow results it would then add
 
 
@@ -39,6 +40,13 @@ class TorchExecutor:
     def cast(self, tensor: Tensor, dtype: str) -> Tensor:
         """The tensor in another dtype; itself if it has it."""
         return tensor.to(_DTYPES[dtype])
+
+    def assign(self, target: Tensor, source: Tensor) -> None:
+        """Write the elements of a tensor into another one of its shape and dtype, 16 bytes at a time where they can."""
+        widths = (target.shape[-1], *target.stride()[:-1], *source.stride()[:-1])
+        if all(width * target.itemsize % WIDEST.itemsize == 0 for width in widths):
+            target, source = target.view(WIDEST), source.view(WIDEST)
+        target.copy_(source)
 
     def from_numpy(self, array: np.ndarray) -> Tensor:
         """A copy on the device; on a CPU the array's own memory."""

@@ -143,7 +143,7 @@ class CombineStage(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """A backend's stages as the layer calls them, how logits become a choice, and y_swi the output."""
+    """A backend's stages as the layer calls them, and what lies between them."""
 
     router: RouterStage
     gating: GatingStage
@@ -154,6 +154,7 @@ class Stages(NamedTuple):
     combine: CombineStage
     choice: "Choosing"
     output: "Output"
+    gathered: "Gathered"
 
     def with_gating(self, **functions: Callable[..., Any]) -> "Stages":
         """The same with other functions of gating, by name, such as one that checks."""
@@ -162,6 +163,9 @@ class Stages(NamedTuple):
 
 # (stages, logits (L, E), k, renormalize, a routing (L, k) that is given or None) -> Choice
 Choosing = Callable[[Stages, Array, int, bool, Array | None], "Choice"]
+
+# (tokens (L, d), dispatch) -> the tokens as the experts' products gather them, which may be a copy
+Gathered = Callable[[Array, Dispatch], Array]
 
 # (stages, tensors, w3, dispatch, gates, kept) -> out (L, d)
 Output = Callable[[Stages, dict[str, Array], Array, Dispatch, Array, tuple[str, ...]], Array]
@@ -175,6 +179,11 @@ def store_and_combine(
     if "y_swi" not in kept:
         del tensors["y_swi"]
     return stages.combine.forward(tensors["y"], gates, dispatch)
+
+
+def as_they_are(tokens: Array, dispatch: Dispatch) -> Array:
+    """The tokens themselves."""
+    return tokens
 
 
 def choose_in_steps(stages: Stages, logits: Array, k: int, renormalize: bool, topk_experts: Array | None) -> "Choice":
@@ -201,7 +210,8 @@ def stages_of(*modules: ModuleType) -> Stages:
     The logits, which a router computes, are checked.
     """
     groups: Any = [bodies(kind, module) for kind, module in zip(_KINDS, modules, strict=True)]
-    return Stages._make([*groups, choose_in_steps, store_and_combine]).with_gating(forward=modules[1].forward)
+    stages = Stages._make([*groups, choose_in_steps, store_and_combine, as_they_are])
+    return stages.with_gating(forward=modules[1].forward)
 
 
 @dataclass(frozen=True, eq=False)
@@ -453,7 +463,9 @@ def run_experts(
     kept = intermediates(policy, activation)
     tensors = {"routed_x": x[dispatch.expert_token_indices]} if "routed_x" in kept else {}  # the first memory wall
     stores = {*kept, "y_swi"} & {*HIDDEN}
-    projections = stages.expert_up.forward(x, weights.w1, weights.w2, dispatch, activation, stores=stores)
+    tokens = stages.gathered(x, dispatch)
+    projections = stages.expert_up.forward(tokens, weights.w1, weights.w2, dispatch, activation, stores=stores)
+    del tokens
     tensors |= dict(zip(HIDDEN, projections, strict=True))
     del projections
     if "act_a" in kept:
@@ -487,7 +499,7 @@ def backward(
     1. a and b, kept or computed again, become d_a and d_b, in place if they are nobody else's; gate * y_swi is born.
        Kept routed_x, act_a, y_swi and y die here; where y_swi alone is kept, it stands for a, and becomes d_a.
     2. gate * y_swi -> d_w3, and dies.
-    3. d_a, d_b -> d_x: the tiled versions store (R, d) rows, whole or one half of the columns after the other, which
+    3. d_a, d_b -> d_x: the tiled versions store (R, d) rows, whole or some columns after the others, which
        die within.
     4. d_a -> d_w1, and dies; d_b -> d_w2, and dies.
 
@@ -523,16 +535,18 @@ def expert_gradients(
     a, b, y_swi = _rebuild(stages, saved, weights)
     if overwrite:
         saved.intermediates.clear()
+    d_out = stages.gathered(d_out, dispatch)
     d_a, d_b, gated_y, d_gates = down.hidden_gradients(
         d_out, saved.gates, a, b, weights.w3, dispatch, saved.activation, y_swi, private
     )
     del a, b, y_swi
     d_w3 = if_wanted("d_w3", down.weight_gradient, gated_y, d_out, dispatch)
-    del gated_y
+    del gated_y, d_out
     d_x = if_wanted("d_x", up.input_gradient, d_a, d_b, weights.w1, weights.w2, dispatch)
-    d_w1 = if_wanted("d_w1", up.weight_gradient, d_a, saved.x, dispatch)
+    x = stages.gathered(saved.x, dispatch) if {"d_w1", "d_w2"} & {*wanted} else None
+    d_w1 = if_wanted("d_w1", up.weight_gradient, d_a, x, dispatch)
     del d_a
-    d_w2 = None if d_b is None else if_wanted("d_w2", up.weight_gradient, d_b, saved.x, dispatch)
+    d_w2 = None if d_b is None else if_wanted("d_w2", up.weight_gradient, d_b, x, dispatch)
     return Gradients(d_x, None, d_w1, d_w2, d_w3, d_gates)
 
 
@@ -540,9 +554,9 @@ def _rebuild(stages: Stages, saved: Saved, weights: ExpertWeights) -> tuple[Arra
     """a, b and y_swi: kept ones as they are, or a and b computed again; the backward rebuilds y_swi from those two."""
     kept, names = saved.intermediates, intermediates(saved.policy, saved.activation)
     if not names:
-        return stages.expert_up.forward(
-            saved.x, weights.w1, weights.w2, saved.dispatch, saved.activation, stores=("a", "b")
-        )
+        tokens, dispatch = stages.gathered(saved.x, saved.dispatch), saved.dispatch
+        up = stages.expert_up.forward
+        return up(tokens, weights.w1, weights.w2, dispatch, saved.activation, stores=("a", "b"))
     if not kept:
         raise RuntimeError("an earlier backward has overwritten what the forward kept: run the forward again")
     if "a" not in names:  # relu: its slope, and y_swi itself, follow from y_swi

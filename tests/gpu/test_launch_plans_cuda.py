@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device
 CONFIG = MoEConfig(L=512, d=512, h=1_024, E=16, k=4)
 SMALL = CONFIG.replace(L=64)
 PARTS = MoEConfig(L=16_384, d=1_024, h=256, E=16, k=4)  # y and the rows of d_x exist in two parts
+COPIED = MoEConfig(L=8_192, d=520, h=1_032, E=2, k=2)  # so that a copy of its odd rows pays
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -73,7 +74,7 @@ def test_a_replay_gives_the_bits_of_the_stages(system, options, dtype):
     check_replays(lambda: step(layer, x), at_least=2 if system == "moeblaze" else 1)
 
 
-@pytest.mark.parametrize("config", [SMALL, PARTS, CONFIG.replace(d=520, h=1_032)], ids=str)
+@pytest.mark.parametrize("config", [SMALL, PARTS, CONFIG.replace(d=520, h=1_032), COPIED], ids=str)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_other_shapes_and_an_ungated_activation(config, activation):
     layer, x = make_layer(config=config, activation=activation, renormalize=True), make_x(config)

@@ -12,6 +12,7 @@ from moeblaze_ref.core.config import POLICIES, MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account, step_account
+from moeblaze_ref.nn import without_launch_plans
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoEOutput
 from moeblaze_ref.runtime.torch_bridge import bridge_to
@@ -79,6 +80,33 @@ def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(con
     version = default_version(config.dtype, config.d, config.h, bridge_to(x.device).executor)
     expected = step_account(config, policy, version).peak_bytes - x.nbytes  # which was there
     assert peak_of_step(layer, x) == pytest.approx(expected, rel=0.02)
+
+
+ODD = MoEConfig(L=32_768, d=1_032, h=1_544, E=2, k=2)  # its tokens and weights are copied, and y exists in two parts
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_step_of_odd_widths_is_the_same_without_gaps_and_copies(activation, monkeypatch):
+    layer, x = make_layer(ODD, activation=activation), make_x(ODD)
+    with without_launch_plans():
+        found = step(layer, x)
+        monkeypatch.setattr(gemm, "SECTOR", gemm.ALIGNMENT)
+        assert all_equal(found, step(layer, x))
+
+
+def test_gaps_between_odd_rows_are_kept():
+    gaps = 2 * 16 * ODD.R  # of a and b
+    kept = account(ODD, "moeblaze", "minimal").kept_bytes
+    assert measure.kept_bytes(make_layer(ODD), make_x(ODD)) == kept + gaps
+
+
+@pytest.mark.usefixtures("one_autograd_thread")
+def test_the_peak_of_odd_widths_is_not_above_that_without_gaps_and_copies(monkeypatch):
+    layer, x = make_layer(ODD), make_x(ODD)
+    with without_launch_plans():
+        found = peak_of_step(layer, x)
+        monkeypatch.setattr(gemm, "SECTOR", gemm.ALIGNMENT)
+        assert found <= peak_of_step(layer, x)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])

@@ -56,7 +56,8 @@ struct WeightTiles {
     }
 };
 
-// An operand whose depth is rows of a matrix, WIDTH of their columns: a warp brings chunk t % CHUNKS of rows.
+// An operand whose depth is rows of a matrix, WIDTH of their columns: a warp brings chunk t % CHUNKS of rows. From one
+// row to the next are `pitch` elements, the first `width` of them the row's.
 template <int WIDTH>
 struct DepthRows {
     static constexpr int CHUNKS = WIDTH / CHUNK, AT_ONCE = WARPGROUP / CHUNKS, COUNT = TILE_DEPTH / AT_ONCE;
@@ -66,11 +67,11 @@ struct DepthRows {
     int targets[PERIOD];
     bool inside;
 
-    __device__ __forceinline__ DepthRows(const Scalar* matrix, int width, int column) {
+    __device__ __forceinline__ DepthRows(const Scalar* matrix, int width, int pitch, int column) {
         const int chunk = threadIdx.x % CHUNKS, at = column + chunk * CHUNK;
         inside = at < width;
         source = reinterpret_cast<const char*>(matrix + (inside ? at : 0));
-        row_bytes = width * 2;
+        row_bytes = pitch * 2;
 #pragma unroll
         for (int i = 0; i < PERIOD; ++i) targets[i] = chunk / 8 * PANEL_BYTES + swizzled(row(i), chunk % 8);
     }
@@ -159,11 +160,11 @@ struct GatheredAndPlain {
     int now, later;     // a token a lane: of this step (and the next, if it is even), and of the two after them
 
     __device__ __forceinline__ GatheredAndPlain(const WeightTile& tile, const Scalar* gathered, int gathered_width,
-                                                const TensorMap& plain_map, const Scalar* plain, int plain_width,
-                                                const int* expert_token_indices)
+                                                int gathered_pitch, const TensorMap& plain_map, const Scalar* plain,
+                                                int plain_width, int plain_pitch, const int* expert_token_indices)
         : tile(tile),
-          gathered(gathered, gathered_width, tile.row),
-          plain(plain, plain_width, tile.column),
+          gathered(gathered, gathered_width, gathered_pitch, tile.row),
+          plain(plain, plain_width, plain_pitch, tile.column),
           plain_map(plain_map),
           panels(panels_of(plain_width - tile.column)),
           tokens(expert_token_indices + tile.begin),

@@ -54,14 +54,15 @@ struct HiddenShared : Shared<3, 1> {
     RowAhead ahead[ROWS_AHEAD];
 };
 
-// A warp a row, a chunk of <d_out, w3> a lane. `pitch` is from one row of a, b or their gradients to the next.
+// A warp a row, a chunk of <d_out, w3> a lane. `pitch` is from one row of a, b or their gradients to the
+// next, `y_pitch` from one of gated_y.
 template <bool ALTERNATING>
 struct HiddenGradients {
     const float* gate_of_row;
     const Scalar *a, *b;
     Scalar *d_a, *d_b, *gated_y;
     float* gate_terms;
-    int h, pitch;
+    int h, pitch, y_pitch;
     RowAhead* ahead;  // in shared memory
 
     template <class Epilogue>
@@ -73,7 +74,7 @@ struct HiddenGradients {
             const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;
             const int column = tile.column + lane_id() * CHUNK;
             const int present = column < h ? count : 0;  // rows of the lane
-            const long long first_row = tile.first + first, y_begin = first_row * h + column;
+            const long long first_row = tile.first + first, y_begin = first_row * y_pitch + column;
             const long long begin = first_row * pitch + (ALTERNATING ? 2 : 1) * column;
 #pragma unroll
             for (int row = 0; row < ROWS_AHEAD; ++row) read(row, begin, present);
@@ -86,8 +87,8 @@ struct HiddenGradients {
                 read(row + ROWS_AHEAD, begin, present);
                 const float gate = __shfl_sync(FULL_WARP, gates, row);
                 Chunk& d = finished.at(row, lane_id());
-                const float term = row < present ? store(begin + (long long)row * pitch, y_begin + (long long)row * h,
-                                                         a_chunk, b_chunk, d, gate)
+                const float term = row < present ? store(begin + (long long)row * pitch,
+                                                         y_begin + (long long)row * y_pitch, a_chunk, b_chunk, d, gate)
                                                  : 0.0f;
                 d.words[0] = __float_as_int(term);  // where d was
             }

@@ -24,8 +24,8 @@ struct PipelineState {
     }
 };
 
-// Operand A whose 128 rows lie anywhere in x. Threads bring them from FIRST on: thread t of these brings chunk t % 8 of
-// rows t / 8, t / 8 + AT_ONCE, ...
+// Operand A whose 128 rows lie anywhere in x, `pitch` elements from one row to the next. Threads bring them from FIRST
+// on: thread t of these brings chunk t % 8 of rows t / 8, t / 8 + AT_ONCE, ...
 template <int COPIERS, int FIRST = 0>
 struct GatheredRows {
     static constexpr int AT_ONCE = COPIERS / 8, COUNT = TILE_ROWS / AT_ONCE;
@@ -33,13 +33,13 @@ struct GatheredRows {
     const Chunk* x;
     int target;  // of the first, in the stage
 
-    __device__ __forceinline__ GatheredRows(const Scalar* x, int d, const int* tokens, int rows)
+    __device__ __forceinline__ GatheredRows(const Scalar* x, int pitch, const int* tokens, int rows)
         : x(reinterpret_cast<const Chunk*>(x)), target(swizzled((threadIdx.x - FIRST) / 8, threadIdx.x % 8)) {
         static_assert(FIRST % 8 == 0, "chunk t % 8 of all threads is that of these");
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {  // rows beyond the last are read again: no one stores their results
             const int token = tokens[min(int(threadIdx.x - FIRST) / 8 + i * AT_ONCE, rows - 1)];
-            chunks[i] = unsigned(token) * unsigned(d / CHUNK) + threadIdx.x % 8;
+            chunks[i] = unsigned(token) * unsigned(pitch / CHUNK) + threadIdx.x % 8;
         }
     }
     // 64 of the depth d, from p on, zeros beyond its end. All addresses are there before the first copy: a copy holds

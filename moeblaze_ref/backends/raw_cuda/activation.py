@@ -2,7 +2,7 @@
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.arrays import dtype_of, size_of
+from moeblaze_ref.core.arrays import dtype_of, size_of, whole_rows
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime import Executor, executor_for
@@ -12,8 +12,10 @@ from moeblaze_ref.runtime import Executor, executor_for
 def act(a: Array, activation: str, executor: Executor | None = None) -> Array:
     """Return act(a) as a tensor of its own, which the expert kernels never need."""
     executor, dtype = executor or executor_for(a), dtype_of(a)
-    act_a = executor.empty(a.shape, dtype)  # (R, h)
-    if elements := size_of(a):
+    act_a = gemm.like(executor, a)  # (R, h)
+    if size_of(a):
         module = executor.load("activation/1_elementwise.cu", **gemm.constants(dtype, activation))
-        module.launch("act", **gemm.per_element(elements), a=a, act_a=act_a, R=a.shape[0], h=a.shape[1])
+        whole = whole_rows(a)  # what lies between the rows as well
+        R, h = whole.shape
+        module.launch("act", **gemm.per_element(R * h), a=whole, act_a=whole_rows(act_a), R=R, h=h)
     return act_a

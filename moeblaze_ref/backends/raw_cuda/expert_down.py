@@ -5,7 +5,7 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.arrays import dtype_of
+from moeblaze_ref.core.arrays import dtype_of, whole_rows
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for
@@ -38,6 +38,8 @@ def rows(executor: Executor, version: str, y_swi: Array, w3: Array, dispatch: Di
         tile = tiles.choose(executor, version, "expert_down", dispatch.R, dispatch.E, d, h)
         # The kernel does not depend on the activation.
         module = executor.load(gemm.file_of("expert_down", version), **gemm.constants(dtype, "swiglu", tile))
+        y_swi = gemm.hidden_rows(executor, version, y_swi)
+        w3 = gemm.weights_in_sectors(executor, version, w3, dispatch)
         module.launch(
             "expert_down",
             **gemm.rows_launch(executor, version, dispatch, width, tile),
@@ -172,28 +174,31 @@ def hidden_gradients(
     _, h, d = w3.shape
     dtype = gemm.check_version("expert_down", version, VERSIONS, a, ("d_out", d_out), d=d, h=h)
     executor = executor or executor_for(a)
-    d_a, d_b = (a, b) if overwrite else [like if like is None else executor.empty(like.shape, dtype) for like in (a, b)]
-    gated_y = executor.empty(a.shape, dtype)
+    a, b = [each if each is None else gemm.hidden_rows(executor, version, each) for each in (a, b)]
+    d_a, d_b = (a, b) if overwrite else [each if each is None else gemm.like(executor, each) for each in (a, b)]
+    gated_y = gemm.like(executor, a)
     tile = tiles.choose(executor, version, "d_hidden", dispatch.R, dispatch.E, d, h)
 
     def launch(gate_of_row, gate_terms):
         module = executor.load(gemm.file_of("expert_down", version), **gemm.constants(dtype, activation, tile))
+        weights = gemm.weights_in_sectors(executor, version, w3, dispatch)
         module.launch(
             "d_hidden",
             **gemm.rows_launch(executor, version, dispatch, h, tile),
-            d_out=d_out,
+            d_out=whole_rows(d_out),
             gate_of_row=gate_of_row,
-            a=a,
-            b=gemm.or_nothing(executor, b, a),
-            w3=gemm.operand(executor, version, w3, gemm.WEIGHTS_TRANSPOSED_BOX),
+            a=whole_rows(a),
+            b=gemm.rows_or_nothing(executor, b, a),
+            w3=gemm.operand(executor, version, weights, gemm.WEIGHTS_TRANSPOSED_BOX),
             expert_token_indices=dispatch.expert_token_indices,
             expert_token_offsets=dispatch.expert_token_offsets,
-            d_a=d_a,
-            d_b=gemm.or_nothing(executor, d_b, a),
-            gated_y=gated_y,
+            d_a=whole_rows(d_a),
+            d_b=gemm.rows_or_nothing(executor, d_b, a),
+            gated_y=whole_rows(gated_y),
             gate_terms=gate_terms,
             d=d,
             h=h,
+            **gemm.pitches(version, d_out, a),
         )
 
     d_gates = gates_gradient(executor, dispatch, gates, gemm.gate_terms(version, h, tile), launch)

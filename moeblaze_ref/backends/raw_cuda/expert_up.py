@@ -5,7 +5,7 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.arrays import dtype_of
+from moeblaze_ref.core.arrays import dtype_of, whole_rows
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
@@ -36,26 +36,30 @@ def forward(
     dtype = gemm.check_version("expert_up", version, FORWARD_VERSIONS, x, ("x", x), d=d, h=h)
     executor = executor or executor_for(x)
     stored = {"a": "a" in stores, "b": "a" in stores and w2 is not None, "y_swi": "y_swi" in stores}
-    a, b, y_swi = [executor.empty((dispatch.R, h), dtype) if stored[name] else None for name in HIDDEN]
+    a, b, y_swi = [
+        gemm.empty_rows(executor, version, (dispatch.R, h), dtype) if stored[name] else None for name in HIDDEN
+    ]
     if dispatch.R:
         left_out: dict[str, Any] = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
         tile = tiles.choose(executor, version, "expert_up", dispatch.R, dispatch.E, d, h)
+        w1, w2 = [gemm.weights_in_sectors(executor, version, w, dispatch) for w in (w1, w2)]
         module = executor.load(
             gemm.file_of("expert_up", version), **gemm.constants(dtype, activation, tile), **left_out
         )
         module.launch(
             "expert_up",
             **gemm.rows_launch(executor, version, dispatch, h, tile, results=1 if w2 is None else 2, crowded=False),
-            x=x,
+            x=whole_rows(x),
             w1=gemm.operand(executor, version, w1, gemm.WEIGHTS_BOX),
             w2=gemm.second_operand(executor, version, w2, w1, gemm.WEIGHTS_BOX),
             expert_token_indices=dispatch.expert_token_indices,
             expert_token_offsets=dispatch.expert_token_offsets,
-            a=gemm.or_nothing(executor, a, x),
-            b=gemm.or_nothing(executor, b, x),
-            y_swi=gemm.or_nothing(executor, y_swi, x),
+            a=gemm.rows_or_nothing(executor, a, x),
+            b=gemm.rows_or_nothing(executor, b, x),
+            y_swi=gemm.rows_or_nothing(executor, y_swi, x),
             d=d,
             h=h,
+            **gemm.pitches(version, x, y_swi if a is None else a),
         )
     return a, b, y_swi
 
@@ -71,7 +75,7 @@ def input_gradient(
     version: str = DEFAULT_VERSION,
 ) -> Array:
     """Rows are summed over the slots of a token in their order. The tiled versions write the R rows first, (R, d) or
-    one half of the columns after the other (`gemm.parts_of_rows`), and sum them in a second kernel; the rows are
+    some columns after the others (`gemm.parts_of_rows`), and sum them in a second kernel; the rows are
     freed on return.
     """
     _, d, h = w1.shape
@@ -134,6 +138,8 @@ def rows_before_their_sum(
     if dispatch.R == 0:
         return rows
     tile = tiles.choose(executor, version, "d_x_rows", dispatch.R, dispatch.E, d, h)
+    d_a, d_b = [each if each is None else gemm.hidden_rows(executor, version, each) for each in (d_a, d_b)]
+    w1, w2 = [gemm.weights_in_sectors(executor, version, w, dispatch) for w in (w1, w2)]
     module = _module(executor, version, dtype_of(d_a), w2 is not None, tile)
     module.launch(
         "d_x_rows",

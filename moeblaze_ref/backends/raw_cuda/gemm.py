@@ -10,7 +10,7 @@ import ml_dtypes  # registers bfloat16 with numpy
 from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.backends.raw_cuda.tiles import HOPPER_COLUMNS, Tile
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.arrays import dtype_of
+from moeblaze_ref.core.arrays import dtype_of, is_contiguous, pitch_of, strides_of, whole_rows
 from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
@@ -25,6 +25,8 @@ HOPPER_THREADS = {False: 384, True: 512}  # of a block whose consumers are crowd
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
 TILE_LIST_BYTES = (1 + 400) * 4  # of tile_lists.cuh: a block's tiles of a weight gradient
+SECTOR = 32  # bytes that the L2 cache moves at a time: where rows begin between two sectors, copies take twice as many
+COPIED_FOR = 4  # hidden rows for each row of weights from which on a copy of the weights is cheap, and small
 MAX_WIDTH = 2**30  # of rows: kernels count the columns of two matrices in 32 bits
 MAX_TILES = 2**30  # of a launch: kernels number them in 32 bits, and blocks that stay look one turn ahead
 MAX_GATHERED = 2**35  # elements that versions of BY_TMA gather from: they count them by 8 in 32 bits
@@ -100,19 +102,82 @@ def launch_row_sums(
 def parts_of_rows(version: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
     """Which columns of the rows (R, d) that sum to the output or to d_x exist at one time: the first, and how many.
 
-    All of them; but two halves, one after the other, where the rows are wider than the hidden tensors that live beside
-    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. 7_persistent
-    alone takes a part of a weight: its tensor maps do.
+    All of them; but two parts, one after the other, where the rows are wider than the hidden tensors that live beside
+    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. Where d is no multiple
+    of a sector, there are two parts more, which make room for a copy of their weights. 7_persistent alone takes a part
+    of a weight: its tensor maps do.
     """
-    if version != HOPPER or d <= h or R * d < MANY_ELEMENTS:
+    if version != HOPPER or R * d < MANY_ELEMENTS:
         return [(0, d)]
-    half = HOPPER_COLUMNS * ceil_div(d, 2 * HOPPER_COLUMNS)  # whole tiles
-    return [(first, min(half, d - first)) for first in range(0, d, half)]
+    parts = (2 if d > h else 1) + (2 if d * 2 % SECTOR else 0)
+    width = HOPPER_COLUMNS * ceil_div(d, parts * HOPPER_COLUMNS)  # whole tiles
+    return [(first, min(width, d - first)) for first in range(0, d, width)]
 
 
-def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
+def row_pitch(version: str, width: int) -> int:
+    """Elements from one hidden row of this width to the next: in 7_persistent each begins with a sector."""
+    in_sector = SECTOR // 2  # elements of tensor cores
+    return ceil_div(width, in_sector) * in_sector if version == HOPPER else width
+
+
+def empty_rows(executor: Executor, version: str, shape: tuple[int, ...], dtype: str) -> Array:
+    """A new array of rows that lie `row_pitch` apart."""
+    *others, width = shape
+    whole = executor.empty((*others, row_pitch(version, width)), dtype)
+    return whole if whole.shape[-1] == width else whole[..., :width]
+
+
+def tokens_in_sectors(executor: Executor, version: str, tokens: Array, dispatch: Dispatch) -> Array:
+    """Tokens (L, d) whose rows begin with a sector: a copy, where 7_persistent gathers them for long groups."""
+    L, d = tokens.shape
+    able = version == HOPPER and L * row_pitch(version, d) <= MAX_GATHERED
+    return _in_sectors(executor, tokens) if able and dispatch.R >= tiles.LONG_GROUP * dispatch.E else tokens
+
+
+def weights_in_sectors(executor: Executor, version: str, weights: Array | None, dispatch: Dispatch) -> Array | None:
+    """Weights of all experts whose rows begin with a sector: a copy, if 7_persistent has far more hidden rows."""
+    if weights is None or version != HOPPER or dispatch.R < COPIED_FOR * math.prod(weights.shape[:-1]):
+        return weights
+    return _in_sectors(executor, weights)
+
+
+def _in_sectors(executor: Executor, array: Array) -> Array:
+    """The array, or a copy of it whose rows begin with a sector."""
+    if strides_of(array)[-2] % SECTOR == 0:
+        return array
+    copy = empty_rows(executor, HOPPER, tuple(array.shape), dtype_of(array))
+    executor.assign(copy, array)
+    return copy
+
+
+def like(executor: Executor, rows: Array) -> Array:
+    """A new matrix whose rows lie as far apart as these."""
+    whole = executor.empty((rows.shape[0], pitch_of(rows)), dtype_of(rows))
+    return whole[:, : rows.shape[1]]
+
+
+def hidden_rows(executor: Executor, version: str, rows: Array) -> Array:
+    """Hidden rows as a version takes them: a copy without gaps, if one before 7_persistent is given gaps."""
+    if version == HOPPER or is_contiguous(rows):
+        return rows
+    copy = executor.empty(rows.shape, dtype_of(rows))
+    executor.assign(copy, rows)
+    return copy
+
+
+def pitches(version: str, gathered: Array, hidden: Array) -> dict[str, int]:
+    """From one row to the next of what is gathered, and of hidden rows: arguments of 7_persistent."""
+    return {"d_pitch": pitch_of(gathered), "h_pitch": pitch_of(hidden)} if version == HOPPER else {}
+
+
+def or_nothing(executor: Executor, array: Array | None, first: Array) -> Array:
     """The array, or an empty one where an ungated activation has none: a pointer that no kernel follows."""
-    return executor.empty((0,), dtype_of(like)) if array is None else array
+    return executor.empty((0,), dtype_of(first)) if array is None else array
+
+
+def rows_or_nothing(executor: Executor, rows: Array | None, first: Array) -> Array:
+    """The same of rows, with the gaps between them."""
+    return or_nothing(executor, None if rows is None else whole_rows(rows), first)
 
 
 def operand(executor: Executor, version: str, array: Array, box: tuple[int, ...]) -> Any:
@@ -237,12 +302,13 @@ def weight_gradient(
 
     ``operands`` are the kernel's: hidden rows (R, h), then what is gathered, (L, d).
     """
-    (name, hidden), (_, gathered) = operands.items()
+    (name, hidden), (name_of_gathered, gathered) = operands.items()
     d, h = gathered.shape[1], hidden.shape[1]
     dtype = check_version(stage, version, VERSIONS, gathered, d=d, h=h)
     executor = executor or executor_for(gathered)
     if dispatch.R == 0:
         return executor.full((dispatch.E, *shape), dtype, 0)
+    hidden = hidden_rows(executor, version, hidden)
     result = executor.empty((dispatch.E, *shape), dtype)
     tile = tiles.choose(executor, version, kernel, dispatch.R, dispatch.E, d, h)
     # The kernel does not depend on the activation.
@@ -253,7 +319,8 @@ def weight_gradient(
         kernel,
         **weights_launch(executor, version, dispatch.E, *shape, tile),
         **boxes,
-        **operands,
+        **{name: whole_rows(hidden), name_of_gathered: whole_rows(gathered)},
+        **pitches(version, gathered, hidden),
         expert_token_indices=dispatch.expert_token_indices,
         expert_token_offsets=dispatch.expert_token_offsets,
         **{kernel: result},

@@ -109,6 +109,7 @@ def _stages(executor: Executor, version: str, summed: bool, dtype: str) -> Stage
         bodies(layer.CombineStage, combine, executor=executor),
         _fused(functools.partial(gating.forward_with_losses.unchecked, executor=executor)),
         _summed(executor) if summed else _in_parts(executor, version),
+        functools.partial(gemm.tokens_in_sectors, executor, version),
     )
     return stages.with_gating(backward=functools.partial(stages.gating.backward, dtype=dtype))
 

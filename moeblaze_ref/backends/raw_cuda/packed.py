@@ -24,6 +24,7 @@ from moeblaze_ref.systems.layer import (
     ExpertDownStage,
     ExpertUpStage,
     Stages,
+    as_they_are,
     store_and_combine,
 )
 
@@ -44,6 +45,7 @@ def with_biases(
     if of_call.down is not None:
         stages = stages._replace(combine=CombineStage(packed.combine))
     return stages._replace(
+        gathered=as_they_are,
         expert_up=ExpertUpStage(packed.project, packed.input_gradient, packed.up_weight_gradient),
         activation=ActivationStage(packed.act),
         expert_down=ExpertDownStage(packed.down_rows, packed.hidden_gradients, packed.down_weight_gradient),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from moeblaze_ref.runtime.declarations import Parameter
@@ -56,11 +57,14 @@ class View(NamedTuple):
 
     buffer: int
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, strides and first element
+    dtype: torch.dtype | None = None  # if it is not the buffer's
 
     def of(self, tensors: list[Tensor | None]) -> Tensor:
         """The tensor, over the buffers of this step."""
-        number, layout = self
+        number, layout, dtype = self
         tensor: Any = tensors[number]
+        if dtype is not None:
+            tensor = tensor.view(dtype)
         found: Tensor = tensor if layout is None else tensor.as_strided(*layout)
         return found
 

@@ -160,13 +160,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             If it lies in no buffer of the call.
         """
         place = self._place_of(tensor.data_ptr())
-        if place is None or place.buffer.dtype != tensor.dtype:
+        if place is None or not _views_as(place.buffer, tensor.dtype):
             raise NoPlan(f"a tensor of shape {tuple(tensor.shape)} is neither an input nor allocated by the call")
         first, rest = divmod(tensor.data_ptr() - place.begin, tensor.itemsize)
         shape, strides = tuple(tensor.shape), tensor.stride()
-        if (first, shape, strides) == (0, place.buffer.shape, place.buffer.strides):
+        born = place.buffer
+        if (first, shape, strides, tensor.dtype) == (0, born.shape, born.strides, born.dtype):
             return View(place.buffer.number, None)
-        return View(place.buffer.number, (shape, strides, first))
+        dtype = None if tensor.dtype == place.buffer.dtype else tensor.dtype
+        return View(place.buffer.number, (shape, strides, first), dtype)
 
     def freed(self) -> set[int]:
         """Numbers of the buffers that have been freed."""
@@ -216,6 +218,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             if place.gone:
                 self._live -= in_blocks(place.buffer.nbytes)
         self._places = [place for place in self._places if not place.gone]
+
+
+def _views_as(buffer: Buffer, dtype: torch.dtype) -> bool:
+    """Whether a buffer can be viewed as elements of a dtype: torch wants whole ones in each row."""
+    *steps, last = buffer.strides or (1,)
+    bytes_apart = [step * buffer.dtype.itemsize for step in (*steps, *buffer.shape[-1:])]
+    return buffer.dtype == dtype or (last == 1 and all(step % dtype.itemsize == 0 for step in bytes_apart))
 
 
 def _matrices(

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.arrays import whole_rows
 from moeblaze_ref.runtime.poison import POISON, poison
 from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.runtime.source import (
@@ -218,6 +219,10 @@ class SimtExecutor:
         """The array in another dtype; itself if it has it."""
         return array.astype(dtype, copy=False)
 
+    def assign(self, target: np.ndarray, source: np.ndarray) -> None:
+        """Write the elements of an array into another one of its shape and dtype."""
+        target[...] = source
+
     def from_numpy(self, array: np.ndarray) -> np.ndarray:
         """The array itself."""
         return array
@@ -371,9 +376,11 @@ class SimtModule(Module):
 
 
 def array_of(value: Any) -> np.ndarray | None:
-    """The array that an argument gives the kernel, itself or in a tensor map."""
+    """The array that an argument gives the kernel, itself or in a tensor map: of a matrix, with its rows' gaps."""
     array = value.array if isinstance(value, TensorMap) else value
-    return array if isinstance(array, np.ndarray) else None
+    if not isinstance(array, np.ndarray):
+        return None
+    return whole_rows(array) if isinstance(value, TensorMap) and array.ndim == 2 else array
 
 
 def place_of(array: np.ndarray) -> tuple[int, int]:
@@ -428,7 +435,9 @@ def _held(value: Any, moved: dict[tuple[int, int], np.ndarray]) -> np.ndarray:
     if array is None:
         return np.array([value])
     array = moved.get(place_of(array), array)
-    return _encoded(array, value.box) if isinstance(value, TensorMap) else np.array([array.ctypes.data], np.uint64)
+    if not isinstance(value, TensorMap):
+        return np.array([array.ctypes.data], np.uint64)
+    return _encoded(array[..., : value.array.shape[-1]], value.box)
 
 
 def _encoded(array: np.ndarray, box: tuple[int, ...]) -> np.ndarray:
