@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from moeblaze_ref.backends.registry import CHECKED, STAGES
-from moeblaze_ref.cli.check_layer import Terms, check_layers
+from moeblaze_ref.cli.check_layer import Kept, Terms, check_layers
 from moeblaze_ref.cli.shared import (
     MOST_SECONDS,
     AsJson,
     Force,
+    Resume,
     cache_errors,
     print_error,
     print_text,
@@ -89,6 +90,7 @@ def check(
     ] = None,
     device: Annotated[str | None, layer_option(help="Device of the layer: cpu (the default) or cuda.")] = None,
     jobs: Annotated[int | None, layer_option(help="Layers that are checked at a time. Default: 1.", min=1)] = None,
+    resume: Resume = False,
     force: Force = False,
     as_json: AsJson = False,
 ):
@@ -104,9 +106,9 @@ def check(
         raise typer.Exit(_show_coverage(context, as_json))
     if layer:
         terms = Terms([dtype] if dtype else [], device or "cpu", seeds or 1, timeout or SECONDS, large)
-        raise typer.Exit(_check_layers(context, layer, terms, jobs or 1, record, force, as_json))
+        raise typer.Exit(_check_layers(context, layer, terms, jobs or 1, Kept(record, resume, force), as_json))
     with user_errors():
-        if given := [name for name in _given(context) if name in ("--seeds", "--device", "--jobs")]:
+        if given := [name for name in _given(context) if name in ("--seeds", "--device", "--jobs", "--resume")]:
             raise ValueError(f"{', '.join(given)}: for a check of a layer alone, which --layer names")
     options: dict[str, Any] = {
         "grid": grid,
@@ -173,7 +175,7 @@ def _show_coverage(context: typer.Context, as_json: bool) -> int:
     return 1 if gaps else 0
 
 
-_OF_LAYERS = "--layer --dtype --device --seeds --timeout --large --jobs --record --force --json".split()
+_OF_LAYERS = "--layer --dtype --device --seeds --timeout --large --jobs --record --resume --force --json".split()
 
 
 def _check_layers(
@@ -181,15 +183,14 @@ def _check_layers(
     names: list[str],
     terms: Terms,
     jobs: int,
-    record: Path | None,
-    force: bool,
+    kept: Kept,
     as_json: bool,
 ) -> int:
     """Check layers; return the exit status."""
     with user_errors():
         if others := [name for name in _given(context) if name not in _OF_LAYERS]:
             raise ValueError(f"--layer checks whole layers: leave {', '.join(others)} out")
-    return check_layers(names, terms, jobs, record, force, as_json)
+    return check_layers(names, terms, jobs, kept, as_json)
 
 
 def _given(context: typer.Context) -> list[str]:

@@ -17,6 +17,7 @@ ALL = "all"
 COMMAND = "check --layer"
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+CODE = (source_hashes.LAYERS, source_hashes.CHECKS)
 
 
 class Row(NamedTuple):
@@ -52,7 +53,15 @@ class Terms(NamedTuple):
     large: bool
 
 
-def check_layers(names: Iterable[str], terms: Terms, jobs: int, record: Path | None, force: bool, as_json: bool) -> int:
+class Kept(NamedTuple):
+    """Where the verdicts go besides the screen."""
+
+    record: Path | None
+    resume: bool  # go on with the record that is there
+    force: bool  # replace another file
+
+
+def check_layers(names: Iterable[str], terms: Terms, jobs: int, kept: Kept, as_json: bool) -> int:
     """Check layers, each in a process of its own, and some at a time; return the exit status."""
     timed = terms.device == "cuda"
     with user_errors():
@@ -62,19 +71,41 @@ def check_layers(names: Iterable[str], terms: Terms, jobs: int, record: Path | N
         if timed and jobs > 1:
             raise ValueError(f"jobs is {jobs}, but it must be 1 with device cuda: layers are timed there")
         chosen = each(names, terms.device)
-        if record:
-            provenance.check_place(record, COMMAND, force)
-    work = [functools.partial(rows_of, name, *terms, timed) for name in chosen]
-    rows: list[Row] = progress.run_with_bar("checking layers", work, min(jobs, len(work)))
+        rows = _begun(kept, terms)
+    there = {row.layer for row in rows}
+    work = [functools.partial(rows_of, name, *terms, timed) for name in chosen if name not in there]
+    for found in progress.each_with_bar("checking layers", work, min(jobs, len(work)) or 1):
+        rows += found
+        _save(kept, terms, rows)
+    rows = [row for name in chosen for row in rows if row.layer == name]
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=2))
     else:
         show(rows)
-    if record:
-        with user_errors():
-            content = {"seeds": terms.seeds, "rows": [row._asdict() for row in rows]}
-            provenance.record(record, COMMAND, content, force, (source_hashes.LAYERS, source_hashes.CHECKS))
     return _status(rows)
+
+
+def _asked(terms: Terms) -> dict[str, Any]:
+    """What a record says of how its layers were checked."""
+    return {"seeds": terms.seeds, "dtypes": terms.dtypes, "layers_on": terms.device, "large": terms.large}
+
+
+def _begun(kept: Kept, terms: Terms) -> list[Row]:
+    """The verdicts that a record has already, once it is known that it can be written."""
+    if not kept.resume:
+        if kept.record:
+            provenance.check_place(kept.record, COMMAND, kept.force)
+        return []
+    found = provenance.resumed(kept.record, COMMAND, _asked(terms), CODE)
+    return [Row(**row) for row in found["rows"] if row["dtype"]]
+
+
+def _save(kept: Kept, terms: Terms, rows: Iterable[Row]) -> None:
+    """Write the rows that there are so far: many seeds take hours."""
+    if kept.record:
+        with user_errors():
+            content = _asked(terms) | {"rows": [row._asdict() for row in rows]}
+            provenance.record(kept.record, COMMAND, content, kept.force, CODE)
 
 
 def _status(rows: Iterable[Row]) -> int:

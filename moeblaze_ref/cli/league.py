@@ -17,6 +17,7 @@ from moeblaze_ref.cli.shared import (
     AsJson,
     Force,
     Presets,
+    Resume,
     Tokens,
     each_name,
     print_error,
@@ -50,9 +51,7 @@ def league(
     gpus: Annotated[int, typer.Option(help="GPUs that time shapes, each one at a time.", min=1)] = 1,
     large: Annotated[bool, typer.Option("--large", help="Also check sizes past 2**31 elements.")] = False,
     record: Annotated[Path | None, to_file("--record", help="Also write a record here.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the record that is there: what it holds is not run again.")
-    ] = False,
+    resume: Resume = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -99,17 +98,8 @@ def _resumed(path: Path | None, asked: dict[str, Any]) -> dict[str, Any]:
 
     Where the check alone is another one now, its verdicts are left out, and the times stay.
     """
-    if path is None or not path.exists():
-        raise ValueError("--resume goes on with the record that --record names, but there is none")
-    found, here = provenance.load_of(COMMAND, path), provenance.environment(CODE) | asked
-    same_check = found["code"].get(source_hashes.CHECKS) == here["code"][source_hashes.CHECKS]
-    for one in (found, here):
-        one["code"] = {part: code for part, code in one["code"].items() if part != source_hashes.CHECKS}
-    for name in ("device", "versions", "code", *asked):
-        if found.get(name) != here[name]:
-            raise ValueError(
-                f"{path.name} cannot be resumed: its {name} is {found.get(name)}, but it must be {here[name]}, as here"
-            )
+    found = provenance.resumed(path, COMMAND, asked)
+    same_check = found["code"].get(source_hashes.CHECKS) == source_hashes.hashes(CODE)[source_hashes.CHECKS]
     return asked | {"checks": found["checks"] if same_check else [], "times": found["times"]}
 
 

@@ -21,6 +21,9 @@ Presets = Annotated[
 ]
 Tokens = Annotated[int | None, typer.Option(help="Tokens in a step, L, in place of the preset's.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file even if this command did not write it.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the record that is there: what it holds is not run again.")
+]
 MOST_SECONDS = 10**6  # of a time limit
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

@@ -22,9 +22,13 @@ def run_with_bar(title: str, jobs: Sequence[Callable[[], Iterable[Row]]], proces
 
     With several ``processes`` the jobs run in new processes, to which they are pickled.
     """
+    return [row for rows in each_with_bar(title, jobs, processes) for row in rows]
+
+
+def each_with_bar(title: str, jobs: Sequence[Callable[[], Iterable[Row]]], processes: int = 1) -> Iterator[list[Row]]:
+    """Yield the same, job by job, as they are done."""
     with bar() as progress:
-        done = _run(jobs, processes)
-        return [row for rows in progress.track(done, total=len(jobs), description=title) for row in rows]
+        yield from progress.track(_run(jobs, processes), total=len(jobs), description=title)
 
 
 def _run(jobs: Sequence[Callable[[], Iterable[Row]]], processes: int) -> Iterator[list[Row]]:

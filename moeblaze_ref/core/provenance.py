@@ -131,6 +131,39 @@ def load(path: Path) -> dict[str, Any]:
     return records.read(path, RECORD)
 
 
+def resumed(
+    path: Path | None, command: str, asked: dict[str, Any], parts: tuple[str, ...] = source_hashes.MEASURED
+) -> dict[str, Any]:
+    """Return what a record holds that its command can go on with.
+
+    Parameters
+    ----------
+    path : Path or None
+        None if no record was named.
+    command : str
+    asked : dict
+        What the record must hold besides: how the command was called then, and is called now.
+    parts : tuple of str
+        As in `environment`; other parts of the code may have changed.
+
+    Raises
+    ------
+    ValueError
+        If there is no such record, or it was made on another device, with other versions, by other code, or was asked
+        otherwise; the message says what it has, and what it must have.
+    """
+    if path is None or not path.exists():
+        raise ValueError("--resume goes on with the record that --record names, but there is none")
+    found, here = load_of(command, path), environment(parts) | asked
+    then = found | {"code": {part: found.get("code", {}).get(part) for part in parts}}
+    for name in ("device", "versions", "code", *asked):
+        if then.get(name) != here[name]:
+            raise ValueError(
+                f"{path.name} cannot be resumed: its {name} is {then.get(name)}, but it must be {here[name]}, as here"
+            )
+    return found
+
+
 def load_of(command: str, path: Path) -> dict[str, Any]:
     """Return what a record of one command holds.
 

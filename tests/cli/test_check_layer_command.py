@@ -1,14 +1,17 @@
 """`moeblaze check --layer`: verdicts, and layers that crash, hang or cannot be made."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_cli import moeblaze
+from typer.testing import CliRunner
 
 from moeblaze_ref.bench.layer_bytes import bytes_of
 from moeblaze_ref.bench.layer_times import LayerTimes
 from moeblaze_ref.cli import check_layer
+from moeblaze_ref.cli.app import app
 from moeblaze_ref.cli.shared import print_error
 from moeblaze_ref.verify.layers import isolated
 from moeblaze_ref.verify.layers.adapters import plain
@@ -145,6 +148,70 @@ def test_a_right_layer_and_its_record(here):
     used = bytes_of(plain.experts, torch.float32, "cpu")
     assert (row["kept_bytes"], row["peak_bytes"], row["account_bytes"]) == (used.kept, None, used.account)
     assert row["closest"] == used.closest and f"{used.kept / 1024:,.1f}" in done.output
+
+
+@pytest.fixture
+def two_layers(monkeypatch, tmp_path):
+    """Checks of two layers, which are noted; those in ``ends`` end the run, as Ctrl-C does."""
+    run = SimpleNamespace(checked=[], ends={"torch/grouped_mm"}, path=tmp_path / "record.json")
+
+    def rows_of(name, dtypes, device, seeds, *_):
+        if name in run.ends:
+            raise KeyboardInterrupt
+        run.checked.append(name)
+        return [check_layer.Row(name, run.dtype, True, "", 0.5, True, False, (), "")]
+
+    def command(*words):
+        layers = ["--layer", "torch/experts", "--layer", "torch/grouped_mm"]
+        return CliRunner().invoke(app, ["check", *layers, "--record", str(run.path), *words])
+
+    run.command, run.dtype = command, "float32"
+    monkeypatch.setattr(check_layer, "rows_of", rows_of)
+    return run
+
+
+def test_a_run_that_is_ended_leaves_its_verdicts_and_another_goes_on(two_layers):
+    two_layers.command("--seeds", "2")
+    assert [row["layer"] for row in json.loads(two_layers.path.read_text())["rows"]] == ["torch/experts"]
+    two_layers.ends.clear()
+    done = two_layers.command("--seeds", "2", "--resume")
+    assert done.exit_code == 0 and two_layers.checked == ["torch/experts", "torch/grouped_mm"]
+    assert [row["layer"] for row in json.loads(two_layers.path.read_text())["rows"]] == two_layers.checked
+    assert done.output.index("torch/experts") < done.output.index("torch/grouped_mm")
+    two_layers.command("--seeds", "2")
+    assert two_layers.checked == ["torch/experts", "torch/grouped_mm"] * 2  # without --resume all anew
+
+
+def test_a_layer_without_a_verdict_is_checked_again(two_layers):
+    two_layers.ends.clear()
+    two_layers.dtype = None
+    two_layers.command()
+    two_layers.dtype = "float32"
+    assert two_layers.command("--resume").exit_code == 0
+    assert two_layers.checked == ["torch/experts", "torch/grouped_mm"] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seeds", "3"], "its seeds is 1, but it must be 3"),
+        (["--dtype", "float16"], "its dtypes is [], but it must be ['float16']"),
+        (["--large"], "its large is False, but it must be True"),
+    ],
+)
+def test_a_record_that_was_asked_otherwise_is_not_resumed(two_layers, words, said):
+    two_layers.command()
+    done = two_layers.command("--resume", *words)
+    assert done.exit_code == 2 and said in " ".join(done.output.split())
+    assert two_layers.checked == ["torch/experts"]
+
+
+@pytest.mark.parametrize("words", [["--layer", "torch/experts", "--resume"], ["--resume"]])
+def test_what_cannot_be_resumed(words):
+    done = CliRunner().invoke(app, ["check", *words])
+    assert done.exit_code == 2
+    said = "but there is none" if "--layer" in words else "--resume: for a check of a layer alone"
+    assert said in " ".join(done.output.split())
 
 
 def test_times_of_a_gpu_are_shown_beside_plain_torch(monkeypatch, capsys):
