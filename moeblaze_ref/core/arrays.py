@@ -41,9 +41,11 @@ def strides_of(array: Array) -> tuple[int, ...]:
 
 
 def pitch_of(rows: Array) -> int:
-    """Elements from one row of a matrix to the next."""
-    pitch: int = strides_of(rows)[-2] // rows.dtype.itemsize
-    return pitch
+    """Elements from one row of a matrix to the next; of a single row its width, whatever its stride."""
+    count, pitch = rows.shape
+    if count > 1:
+        pitch = strides_of(rows)[0] // rows.dtype.itemsize
+    return int(pitch)
 
 
 def whole_rows(rows: Array) -> Array:

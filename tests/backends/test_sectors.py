@@ -151,12 +151,30 @@ def test_an_older_version_takes_what_7_persistent_kept():
     assert all(relative_error(one, other) < 2**-6 for one, other in zip(found, right, strict=True))
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_rows_that_a_hook_has_saved_without_gaps(name, overwrite):
+    x, weights, d_out = problem()
+    right, _ = step(x, weights, d_out)
+    forward = layer.forward(x, weights, k, "swiglu", "minimal", version="7_persistent")
+    kept = forward.saved.intermediates
+    kept[name] = np.ascontiguousarray(kept[name])
+    assert len({pitch_of(array) for array in kept.values()}) == 2
+    found = layer.backward(d_out, forward.saved, weights, overwrite=overwrite, version="7_persistent")
+    assert all(map(np.array_equal, [forward.out, *found], right))
+
+
 def test_rows_and_their_gaps():
     whole = np.arange(12.0).reshape(3, 4)
     for array in (whole, torch.from_numpy(whole)):
         rows = array[:, :3]
         assert pitch_of(rows) == 4 and np.array_equal(whole_rows(rows), whole)
         assert whole_rows(array) is array
+
+
+def test_a_single_row_has_no_gap():
+    for row in (np.arange(6.0)[None, :4], torch.arange(6.0)[None, :4], torch.arange(8.0).as_strided((1, 4), (1, 1))):
+        assert pitch_of(row) == 4 and whole_rows(row) is row
 
 
 @pytest.mark.parametrize("width", [8, 72, 75])

@@ -174,7 +174,8 @@ def hidden_gradients(
     _, h, d = w3.shape
     dtype = gemm.check_version("expert_down", version, VERSIONS, a, ("d_out", d_out), d=d, h=h)
     executor = executor or executor_for(a)
-    a, b = [each if each is None else gemm.hidden_rows(executor, version, each) for each in (a, b)]
+    a = gemm.hidden_rows(executor, version, a)
+    b = None if b is None else gemm.hidden_rows(executor, version, b, beside=a)
     d_a, d_b = (a, b) if overwrite else [each if each is None else gemm.like(executor, each) for each in (a, b)]
     gated_y = gemm.like(executor, a)
     tile = tiles.choose(executor, version, "d_hidden", dispatch.R, dispatch.E, d, h)

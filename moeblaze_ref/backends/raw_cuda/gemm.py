@@ -10,7 +10,7 @@ import ml_dtypes  # registers bfloat16 with numpy
 from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.backends.raw_cuda.tiles import HOPPER_COLUMNS, Tile
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.arrays import dtype_of, is_contiguous, pitch_of, strides_of, whole_rows
+from moeblaze_ref.core.arrays import dtype_of, pitch_of, strides_of, whole_rows
 from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
@@ -156,11 +156,16 @@ def like(executor: Executor, rows: Array) -> Array:
     return whole[:, : rows.shape[1]]
 
 
-def hidden_rows(executor: Executor, version: str, rows: Array) -> Array:
-    """Hidden rows as a version takes them: a copy without gaps, if one before 7_persistent is given gaps."""
-    if version == HOPPER or is_contiguous(rows):
+def hidden_rows(executor: Executor, version: str, rows: Array, beside: Array | None = None) -> Array:
+    """Hidden rows as a version takes them: without gaps, and in 7_persistent with those of the rows ``beside`` them.
+
+    They are copied if they lie otherwise, as those may that a hook of autograd's has saved.
+    """
+    width = rows.shape[1]
+    pitch = width if version != HOPPER else pitch_of(rows if beside is None else beside)
+    if pitch_of(rows) == pitch:
         return rows
-    copy = executor.empty(rows.shape, dtype_of(rows))
+    copy = executor.empty((rows.shape[0], pitch), dtype_of(rows))[:, :width]
     executor.assign(copy, rows)
     return copy
 
