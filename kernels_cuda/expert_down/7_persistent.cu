@@ -8,9 +8,8 @@
 //              cp.async, while two warpgroups multiply by wgmma and other warps store what those
 //              have finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.
-// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; RAGGED and BAND, see hopper/. d and h are multiples of 8.
-// Pitches      d_pitch and h_pitch are elements from one row to the next, of tokens and of hidden rows: multiples of 8,
-//              and 16 make copies faster, whose rows then begin with a sector of 32 bytes.
+// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; RAGGED and BAND, see hopper/. d, h and the pitches, which
+//              are elements from one row of tokens and of hidden rows to the next, are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel       grid             block  shared bytes
@@ -76,8 +75,7 @@ extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
                 }
             };
         },
-        HiddenGradients<false>{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, h_pitch, h_pitch,
-                               shared.ahead});
+        HiddenGradients<false>{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, h_pitch, h_pitch, shared.ahead});
 }
 
 // Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered. Made transposed: the gathered

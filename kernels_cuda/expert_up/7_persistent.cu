@@ -10,9 +10,8 @@
 //              multiplied (hopper/epilogue.cuh); and the gradients (hopper/gradients.cuh).
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI; RAGGED
-//              and BAND, see hopper/. d and h are multiples of 8.
-// Pitches      d_pitch and h_pitch are elements from one row to the next, of tokens and of hidden rows: multiples of 8,
-//              and 16 make copies faster, whose rows then begin with a sector of 32 bytes.
+//              and BAND, see hopper/. d, h and the pitches, which are elements from one row
+//              of tokens and of hidden rows to the next, are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid             block  shared bytes

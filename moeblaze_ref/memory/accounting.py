@@ -233,7 +233,7 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     the step ends, and ``peak_bytes`` is the step's peak.
 
     The version, a tiled one of the expert stages, decides how many columns of y and of the rows of d_x exist at one
-    time, and how far apart hidden rows lie. Its tile is the default one: a GPU's own table of tiles may have another.
+    time, and the pitch of hidden rows. Its tile is the default one: a GPU's own table of tiles may have another.
     Where d or h is no multiple of 16, 7_persistent may copy tokens or weights for one product, which is not counted.
 
     Raises
@@ -268,7 +268,7 @@ def _y_in_parts(tensors, R, W):
 
 
 def _with_gaps(tensors, s, H):
-    """The forward's tensors with the gaps between hidden rows, which lie H elements apart."""
+    """The forward's tensors with the gaps between hidden rows, whose pitch is H."""
     return [replace(one, dims=(s.R, H)) if one.name in (*HIDDEN, "act_a") else one for one in tensors]
 
 

@@ -121,7 +121,7 @@ def row_pitch(version: str, width: int) -> int:
 
 
 def empty_rows(executor: Executor, version: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """A new array of rows that lie `row_pitch` apart."""
+    """A new array of rows, `row_pitch` elements from one to the next."""
     *others, width = shape
     whole = executor.empty((*others, row_pitch(version, width)), dtype)
     return whole if whole.shape[-1] == width else whole[..., :width]
@@ -151,7 +151,7 @@ def _in_sectors(executor: Executor, array: Array) -> Array:
 
 
 def like(executor: Executor, rows: Array) -> Array:
-    """A new matrix whose rows lie as far apart as these."""
+    """A new matrix of the shape, dtype and pitch of these rows."""
     whole = executor.empty((rows.shape[0], pitch_of(rows)), dtype_of(rows))
     return whole[:, : rows.shape[1]]
 

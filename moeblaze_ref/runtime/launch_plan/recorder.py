@@ -223,8 +223,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
 def _views_as(buffer: Buffer, dtype: torch.dtype) -> bool:
     """Whether a buffer can be viewed as elements of a dtype: torch wants whole ones in each row."""
     *steps, last = buffer.strides or (1,)
-    bytes_apart = [step * buffer.dtype.itemsize for step in (*steps, *buffer.shape[-1:])]
-    return buffer.dtype == dtype or (last == 1 and all(step % dtype.itemsize == 0 for step in bytes_apart))
+    rows = [step * buffer.dtype.itemsize for step in (*steps, *buffer.shape[-1:])]  # bytes
+    return buffer.dtype == dtype or (last == 1 and all(row % dtype.itemsize == 0 for row in rows))
 
 
 def _matrices(
