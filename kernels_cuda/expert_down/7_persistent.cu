@@ -8,8 +8,8 @@
 //              cp.async, while two warpgroups multiply by wgmma and other warps store what those
 //              have finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.
-// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; RAGGED and BAND, see hopper/. d, h and the pitches, which
-//              are elements from one row of tokens and of hidden rows to the next, are multiples of 8.
+// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; BAND, see hopper/scheduler.cuh. d, h and the pitches,
+//              which are elements from one row of tokens and of hidden rows to the next, are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel       grid             block  shared bytes
@@ -40,16 +40,13 @@ extern "C" __global__ void __launch_bounds__(DownRoles::BLOCK, 1)
     grouped_matmul<DownRoles>(
         shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, h),
         [&](const RowTile& tile) {
-            const int panels = panels_of(d - tile.column);
             return [=, &y_swi, &w3](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
-                barrier_arrive_expecting(full, A_BYTES + panels * PANEL_BYTES);
+                barrier_arrive_expecting(full, A_BYTES + B_BYTES);
                 tma_load(stage.a, &y_swi, full, p, tile.first);
 #pragma unroll
-                for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel) {
-                    if (panel >= panels) break;
+                for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel)
                     tma_load(stage.b + panel * PANEL_BYTES, &w3, full, tile.column + panel * PANEL, p, tile.expert);
-                }
             };
         },
         StoreRows{y, d});

@@ -9,9 +9,9 @@
 //              (hopper/consumers.cuh); epilogue warps, which store a finished tile while the next one is
 //              multiplied (hopper/epilogue.cuh); and the gradients (hopper/gradients.cuh).
 // Runs on      sm_90a; SIMT executor.
-// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI; RAGGED
-//              and BAND, see hopper/. d, h and the pitches, which are elements from one row
-//              of tokens and of hidden rows to the next, are multiples of 8.
+// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI; BAND, see
+//              hopper/scheduler.cuh. d, h and the pitches, which are elements from one row of tokens and
+//              of hidden rows to the next, are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid             block  shared bytes
@@ -77,13 +77,11 @@ extern "C" __global__ void __launch_bounds__(UpRoles::BLOCK, 1)
             const GatheredRows<UpRoles::COPIERS> rows(x, d_pitch, expert_token_indices + tile.first, tile.rows);
             return [=, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
-                const int panels = panels_of(h - tile.column, PROJECTIONS);
                 rows.load(stage.a, p, d);
                 if (threadIdx.x == 0) {
-                    barrier_arrive_expecting(full, panels * PANEL_BYTES);
+                    barrier_arrive_expecting(full, B_BYTES);
 #pragma unroll
                     for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel) {
-                        if (panel >= panels) break;
                         const bool second = panel % PROJECTIONS;  // the columns of w2 lie beside those of w1
                         tma_load(stage.b + panel * PANEL_BYTES, second ? &w2 : &w1, full,
                                  tile.column + panel / PROJECTIONS * PANEL, p, tile.expert);
@@ -103,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(InputRoles::BLOCK, 1)
     auto& shared = shared_memory<Shared<4, 2>>();
     const int a_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
     grouped_matmul<InputRoles>(
-        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PROJECTIONS * a_steps * TILE_DEPTH, h),
+        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PROJECTIONS * a_steps * TILE_DEPTH),
         [&](const RowTile& tile) {
             return [=, &d_a, &d_b, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const bool second = step >= a_steps;  // first the depth of a, then that of b

@@ -9,7 +9,7 @@
 //              boxes along its columns, along N. Where columns alternate, a tile is one product.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; LAYOUT; BIASED; STORE_PROJECTIONS and STORE_Y_SWI;
-//              RAGGED and BAND, see hopper/. d and h are multiples of 8.
+//              BAND, see hopper/scheduler.cuh. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid             block  shared bytes
@@ -125,13 +125,11 @@ extern "C" __global__ void __launch_bounds__(UpRoles::BLOCK, 1)
             const GatheredRows<UpRoles::COPIERS> rows(x, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
-                const int panels = panels_of((ALTERNATING ? 2 * h : h) - tile.column, RESULTS);
                 rows.load(stage.a, p, d);
                 if (threadIdx.x == 0) {
-                    barrier_arrive_expecting(full, panels * PANEL_BYTES);
+                    barrier_arrive_expecting(full, B_BYTES);
 #pragma unroll
                     for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel) {
-                        if (panel >= panels) break;
                         const TensorMap* const map = panel % RESULTS ? &w2 : &w1;
                         const int column = tile.column + panel / RESULTS * PANEL;
                         tma_load(stage.b + panel * PANEL_BYTES, map, full, LAYOUT::TRANSPOSED ? p : column,

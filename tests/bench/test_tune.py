@@ -79,19 +79,6 @@ def test_what_the_table_does_not_name_gets_the_default(table, tuned, executor, v
     assert tiles.choose(executor, version, kernel, *layer) == tiles.DEFAULTS[version]
 
 
-@pytest.mark.parametrize("widths", [(8, 256), (256, 384), (1032, 1544)])
-def test_a_layer_that_hoppers_tiles_do_not_divide_gets_a_ragged_tile(widths):
-    def chosen(executor, *widths):
-        return tiles.choose(executor, gemm.HOPPER, "d_w", *LAYER[:2], *widths)
-
-    for executor, ragged in ((OnGpu(), tiles.HopperTile()), (SimtExecutor(), tiles.RaggedTile())):
-        assert chosen(executor, *widths) == ragged  # no GPU has run them yet
-        assert chosen(executor, 512, 1024) == tiles.HopperTile()
-        for trial in (tiles.HopperTile(), tiles.RaggedTile()):
-            with tiles.trying(trial):
-                assert chosen(executor, *widths) is trial
-
-
 @pytest.mark.parametrize("version", [version for version in gemm.VERSIONS if version not in tiles.CANDIDATES])
 def test_a_version_without_a_choice_has_no_tile(table, version):
     table("{")

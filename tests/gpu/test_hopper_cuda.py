@@ -14,7 +14,7 @@ from test_hopper import (
     assert_relayed,
     assert_stored,
     both_dtypes,
-    every_shape,
+    both_shapes,
 )
 
 from moeblaze_ref.backends.raw_cuda import gemm
@@ -52,14 +52,14 @@ def test_copies_phases_and_stores(cuda):
 
 
 @both_dtypes
-@every_shape
+@both_shapes
 @pytest.mark.parametrize("b_along_n", [False, True])
 @pytest.mark.parametrize("a_along_m", [False, True])
 def test_a_product_of_either_layout(cuda, a_along_m, b_along_n, columns, dtype):
     assert_product(cuda, columns, dtype, a_along_m, b_along_n, accumulate=1)
 
 
-@every_shape
+@both_shapes
 def test_a_product_of_copies(cuda, columns):
     assert_product(cuda, columns, "bfloat16", False, True, 0, COPIED)
 

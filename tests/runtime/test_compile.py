@@ -168,8 +168,6 @@ def builds_of_experts():
         for dtype, activation in itertools.product(gemm.NARROW, ACTIVATIONS):
             constants = of(stage, dtype, ACTIVATION=activation)
             yield f"{stage} 7_persistent of {dtype}, {activation}", f"{stage}/7_persistent.cu", constants, HOPPER
-            ragged = constants | tiles.RaggedTile().constants(itemsize=2)
-            yield f"{stage} 7_persistent, ragged, of {dtype}, {activation}", f"{stage}/7_persistent.cu", ragged, HOPPER
     for file in ("expert_down/as_printed.cu", "expert_down/lesson_atomic.cu"):
         threads = {"THREADS": gemm.THREADS}
         for tile in but_for_the_band(tiles.CANDIDATES["3_mma"]):
@@ -189,8 +187,6 @@ def builds_of_packed():
     for (activation, layout), dtype in zip(cells, itertools.cycle(gemm.NARROW), strict=False):
         constants = of("packed", dtype, ACTIVATION=activation, LAYOUT=layout)
         yield f"packed 7_persistent of {dtype}, {activation}, {layout}", "packed/7_persistent.cu", constants, HOPPER
-        ragged, name = constants | tiles.RaggedTile().constants(2), f"{dtype}, {activation}, {layout}"
-        yield f"packed 7_persistent, ragged, of {name}", "packed/7_persistent.cu", ragged, HOPPER
     for layout in LAYOUTS:  # on sm_90, where version 7 is the default, interleaved columns miss the fit by 8 bytes
         constants = of("packed", "bfloat16", tiles.DEFAULTS["3_mma"], ACTIVATION="swiglu", LAYOUT=layout)
         yield f"packed 3_mma, {layout}", "packed/3_mma.cu", constants, ("sm_80",)

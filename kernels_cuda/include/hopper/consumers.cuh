@@ -48,67 +48,26 @@ __device__ __forceinline__ void hand_over(FinishedColumns<COLUMNS>& finished, co
         }
 }
 
-// Adds (64, 16) by (16, COLUMNS), in one wgmma or in as few as there are.
-template <class Roles, int COLUMNS>
-__device__ __forceinline__ void multiply_columns(float* sums, unsigned long long a, unsigned long long b) {
-    if constexpr (COLUMNS == 64)
-        wgmma_m64n64k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums, a, b, true);
-    else if constexpr (COLUMNS == 128)
-        wgmma_m64n128k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums, a, b, true);
-    else if constexpr (COLUMNS == 256 && !Roles::CROWDED)
-        wgmma_m64n256k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums, a, b, true);
-    else {
-        constexpr int FIRST = 128, FIRST_BYTES = FIRST / PANEL * PANEL_BYTES;
-        multiply_columns<Roles, FIRST>(sums, a, b);
-        multiply_columns<Roles, COLUMNS - FIRST>(sums + FIRST / 2, a, wgmma_advance(b, FIRST_BYTES));
-    }
-}
-
-// Adds to a consumer's sums the PRODUCTS of a step from the first on, each 16 of the depth, of some columns.
-template <class Roles, int COLUMNS, int PRODUCTS>
-__device__ __forceinline__ void multiply(float* sums, Stage& stage, int consumer, int first = 0) {
+// Adds one step's product to a consumer's sums.
+template <class Roles>
+__device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage& stage, int consumer) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
     constexpr int A_STEP = Roles::A_ALONG_M ? 16 * 128 : 32, B_STEP = Roles::B_ALONG_N ? 16 * 128 : 32;
-    const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES + first * A_STEP, PANEL_BYTES);
-    const unsigned long long b = wgmma_operand(stage.b + first * B_STEP, PANEL_BYTES);
+    const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
+    const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; ++i)
-        multiply_columns<Roles, COLUMNS>(sums, wgmma_advance(a, i * A_STEP), wgmma_advance(b, i * B_STEP));
+    for (int i = 0; i < TILE_DEPTH / 16; ++i) {
+        const unsigned long long a_now = wgmma_advance(a, i * A_STEP), b_now = wgmma_advance(b, i * B_STEP);
+        if constexpr (Roles::CROWDED) {
+            constexpr int HALF = TILE_COLUMNS / 2, HALF_BYTES = B_BYTES / 2;
+            wgmma_m64n128k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums, a_now, b_now, true);
+            wgmma_m64n128k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums + HALF / 2, a_now,
+                                                                         wgmma_advance(b_now, HALF_BYTES), true);
+        } else
+            wgmma_m64n256k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums, a_now, b_now, true);
+    }
     wgmma_commit();
-}
-
-// The same of the first products of a step, if it is a whole one at once.
-template <class Roles, int COLUMNS>
-__device__ __forceinline__ void multiply_first(float* sums, Stage& stage, int consumer, int products) {
-    if (products == STAGE_PRODUCTS)
-        multiply<Roles, COLUMNS, STAGE_PRODUCTS>(sums, stage, consumer);
-    else
-#pragma unroll 1
-        for (int i = 0; i < products; ++i) multiply<Roles, COLUMNS, 1>(sums, stage, consumer, i);
-}
-
-// The same of the first panels of columns, rounded up to what the consumer's registers leave a choice of.
-template <class Roles, int MOST = TILE_COLUMNS / PANEL>
-__device__ __forceinline__ void multiply_panels(float* sums, Stage& stage, int consumer, int panels, int products) {
-    constexpr int LESS = MOST - (Roles::CROWDED ? 1 : 2);
-    if (panels > LESS)
-        multiply_first<Roles, MOST * PANEL>(sums, stage, consumer, products);
-    else if constexpr (LESS > 0)
-        multiply_panels<Roles, LESS>(sums, stage, consumer, panels, products);
-}
-
-// The same of what a step holds of a tile. Where widths are RAGGED, a consumer leaves out what no one stores, panels of
-// columns or all its 64 rows, and what is zero in both operands at the end of the depth.
-template <class Roles, class Tiles>
-__device__ __forceinline__ void multiply_step(float* sums, Stage& stage, const Tiles& tiles,
-                                              const typename Tiles::Tile& tile, int step, int consumer) {
-    if constexpr (RAGGED)
-        multiply_panels<Roles>(sums, stage, consumer,
-                               uniform(consumer * PANEL < tiles.rows_of(tile) ? tiles.panels_for(tile) : 0),
-                               uniform(tiles.products_in(tile, step)));
-    else
-        multiply<Roles, TILE_COLUMNS, STAGE_PRODUCTS>(sums, stage, consumer);
 }
 
 // What a kernel does to the sums of a tile before they are rounded, if it does anything.
@@ -134,7 +93,7 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Fini
             const int now = uniform(state.stage);
             barrier_wait(&shared.full[now], state.parity);
             if (Roles::COPIERS) fence_async_proxy();
-            multiply_step<Roles>(sums, shared.stages[now], tiles, tile, step, warp / (WARPGROUP / WARP));
+            multiply<Roles>(sums, shared.stages[now], warp / (WARPGROUP / WARP));
             wgmma_wait<BEHIND>();
             if (step >= BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[BEHIND ? read : now]);
             read = now;

@@ -21,7 +21,7 @@ struct WeightTiles {
     using Tile = WeightTile;
     const TileList* own_tiles;
     const int* expert_token_offsets;
-    int E, rows, columns, row_tiles, column_tiles, taken = 0;
+    int E, row_tiles, column_tiles, taken = 0;
 
     template <class Shared>
     __device__ __forceinline__ WeightTiles(Shared& shared, const int* expert_token_offsets, int E, int rows,
@@ -29,20 +29,11 @@ struct WeightTiles {
         : own_tiles(&shared.own_tiles),
           expert_token_offsets(expert_token_offsets),
           E(E),
-          rows(rows),
-          columns(columns),
           row_tiles((rows + TILE_ROWS - 1) / TILE_ROWS),
           column_tiles((columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {
         static_assert(STEP == TILE_DEPTH && sizeof(TileAssignment) <= sizeof shared.finished, "see tile_lists.cuh");
         TileAssignment& assignment = *reinterpret_cast<TileAssignment*>(shared.finished);
         assign_tiles(shared.own_tiles, assignment, expert_token_offsets, E, row_tiles * column_tiles);
-    }
-
-    // See RowTiles.
-    __device__ __forceinline__ int rows_of(const WeightTile& tile) const { return rows - tile.row; }
-    __device__ __forceinline__ int panels_for(const WeightTile& tile) const { return panels_of(columns - tile.column); }
-    static __device__ __forceinline__ int products_in(const WeightTile& tile, int step) {
-        return products_of(tile.end - tile.begin - step * TILE_DEPTH);
     }
 
     __device__ __forceinline__ bool next(WeightTile& tile) {
@@ -155,7 +146,6 @@ struct GatheredAndPlain {
     Gathered gathered;
     Plain plain;
     const TensorMap& plain_map;
-    const int panels;   // of `plain` that the tile needs
     const int* tokens;  // of the expert
     int now, later;     // a token a lane: of this step (and the next, if it is even), and of the two after them
 
@@ -166,7 +156,6 @@ struct GatheredAndPlain {
           gathered(gathered, gathered_width, gathered_pitch, tile.row),
           plain(plain, plain_width, plain_pitch, tile.column),
           plain_map(plain_map),
-          panels(panels_of(plain_width - tile.column)),
           tokens(expert_token_indices + tile.begin),
           now(0),
           later(tile.steps > 0 ? read(0) : 0) {}
@@ -196,13 +185,12 @@ struct GatheredAndPlain {
                        [&](int i) { return min(tile.begin + step * TILE_DEPTH + plain.row(i), tile.end - 1); });
         }
         if (threadIdx.x == 0) {
-            barrier_arrive_expecting(full, whole ? panels * PANEL_BYTES : 0);
+            barrier_arrive_expecting(full, whole ? B_BYTES : 0);
             if (whole)
 #pragma unroll
                 for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel)
-                    if (panel < panels)
-                        tma_load(stage.b + panel * PANEL_BYTES, &plain_map, full, tile.column + panel * PANEL,
-                                 tile.begin + step * TILE_DEPTH);
+                    tma_load(stage.b + panel * PANEL_BYTES, &plain_map, full, tile.column + panel * PANEL,
+                             tile.begin + step * TILE_DEPTH);
         }
     }
 };

@@ -12,33 +12,16 @@ struct RowTile {
     int steps;
 };
 
-// The columns of a result and the depth of one matrix; nothing where widths are not RAGGED.
-template <bool>
-struct Extent {
-    int columns, depth;
-};
-template <>
-struct Extent<false> {
-    static constexpr int columns = 0, depth = 0;
-    __device__ __forceinline__ Extent(int, int) {}
-};
-
 // Where a block stands in the tiles of all experts, expert after expert.
 struct RowTiles {
     using Tile = RowTile;
-    Extent<RAGGED> extent;
     const int* expert_token_offsets;
     int E, column_tiles, width, steps;
     int number, expert = 0, first = 0;  // the next tile; its expert and that expert's first tile
     int begin, end;                     // the expert's rows in expert order
 
     __device__ __forceinline__ RowTiles(const int* expert_token_offsets, int E, int columns, int width, int depth)
-        : RowTiles(expert_token_offsets, E, columns, width, depth, depth) {}
-    // The depths of two matrices follow one another, whole steps of each.
-    __device__ __forceinline__ RowTiles(const int* expert_token_offsets, int E, int columns, int width, int depth,
-                                        int of_matrix)
-        : extent{columns, of_matrix},
-          expert_token_offsets(expert_token_offsets),
+        : expert_token_offsets(expert_token_offsets),
           E(E),
           column_tiles((columns + width - 1) / width),
           width(width),
@@ -48,16 +31,6 @@ struct RowTiles {
           end(expert_token_offsets[1]) {}
 
     __device__ __forceinline__ int row_tiles() const { return (end - begin + TILE_ROWS - 1) / TILE_ROWS; }
-
-    // What a tile needs if widths are RAGGED: rows, panels of B, and products of 16 of the depth in a step.
-    static __device__ __forceinline__ int rows_of(const RowTile& tile) { return tile.rows; }
-    __device__ __forceinline__ int panels_for(const RowTile& tile) const {
-        return panels_of(extent.columns - tile.column, TILE_COLUMNS / width);
-    }
-    __device__ __forceinline__ int products_in(const RowTile&, int step) const {
-        const int of_matrix = (extent.depth + TILE_DEPTH - 1) / TILE_DEPTH;  // steps
-        return products_of(extent.depth - (step < of_matrix ? step : step - of_matrix) * TILE_DEPTH);
-    }
 
     // The block's next tile, if there is one.
     __device__ __forceinline__ bool next(RowTile& tile) {

@@ -50,18 +50,9 @@ __device__ __forceinline__ void wgmma_results(float (&d)[COUNT]) {
 #define MOEBLAZE_D8(i)                                                                                          \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
-#define MOEBLAZE_D32(i) MOEBLAZE_D8(i), MOEBLAZE_D8(i + 8), MOEBLAZE_D8(i + 16), MOEBLAZE_D8(i + 24)
-#define MOEBLAZE_D64(i) MOEBLAZE_D32(i), MOEBLAZE_D32(i + 32)
-#define MOEBLAZE_WGMMA_64(TYPE)                                                              \
-    asm volatile(                                                                            \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                         \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                          \
-        " "                                                                                  \
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"             \
-        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, " \
-        "%32, %33, p, 1, 1, %35, %36;\n}"                                                    \
-        : MOEBLAZE_D32(0)                                                                    \
-        : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(A_ALONG_M)), "n"(int(B_ALONG_N)))
+#define MOEBLAZE_D64(i)                                                                                \
+    MOEBLAZE_D8(i), MOEBLAZE_D8(i + 8), MOEBLAZE_D8(i + 16), MOEBLAZE_D8(i + 24), MOEBLAZE_D8(i + 32), \
+        MOEBLAZE_D8(i + 40), MOEBLAZE_D8(i + 48), MOEBLAZE_D8(i + 56)
 #define MOEBLAZE_WGMMA_128(TYPE)                                                             \
     asm volatile(                                                                            \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                         \
@@ -91,7 +82,7 @@ __device__ __forceinline__ void wgmma_results(float (&d)[COUNT]) {
         : MOEBLAZE_D64(0), MOEBLAZE_D64(64)                                                                  \
         : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(A_ALONG_M)), "n"(int(B_ALONG_N)))
 
-// d = a b, plus d if `accumulate`: (64, 16) by (16, 64, 128 or 256), in float32. Thread t of the warpgroup holds rows
+// d = a b, plus d if `accumulate`: (64, 16) by (16, 128 or 256), sums in float32. Thread t of the warpgroup holds rows
 // t / 32 * 16 + t % 32 / 4 (d[4j], d[4j + 1]) and 8 below (d[4j + 2], d[4j + 3]), columns 8 j + t % 4 * 2 and the next.
 // A_ALONG_M, B_ALONG_N: neighbours in memory are neighbours along M or N, not along K.
 template <class Element, bool A_ALONG_M, bool B_ALONG_N>
@@ -141,11 +132,6 @@ inline void wgmma_wait(SIMT_HERE) {
 }
 template <int COUNT>
 inline void wgmma_results(float (&)[COUNT]) {}
-template <class Element, bool A_ALONG_M, bool B_ALONG_N>
-inline void wgmma_m64n64k16(float* d, unsigned long long a, unsigned long long b, bool accumulate, SIMT_HERE) {
-    const SimtWgmma step = {a, b, d, 64, IS_BFLOAT16<Element>, A_ALONG_M, B_ALONG_N, accumulate};
-    simt_wgmma(&step, SIMT_AT("wgmma_m64n64k16"));
-}
 template <class Element, bool A_ALONG_M, bool B_ALONG_N>
 inline void wgmma_m64n128k16(float* d, unsigned long long a, unsigned long long b, bool accumulate, SIMT_HERE) {
     const SimtWgmma step = {a, b, d, 128, IS_BFLOAT16<Element>, A_ALONG_M, B_ALONG_N, accumulate};

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref.backends.raw_cuda import tiles
-from moeblaze_ref.backends.raw_cuda.tiles import HOPPER_COLUMNS, Tile
+from moeblaze_ref.backends.raw_cuda.tiles import Tile
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import dtype_of, pitch_of, strides_of, whole_rows
 from moeblaze_ref.core.contract import Arrays
@@ -22,6 +22,7 @@ TF32 = "3_mma_tf32"  # 3_mma on floats, rounded to 10 bits of mantissa before th
 ALIGNMENT = 16  # bytes: their kernels move as many at a time
 HOPPER = "7_persistent"  # the sizes below are those of hopper/grouped_matmul.cuh
 HOPPER_THREADS = {False: 384, True: 512}  # of a block whose consumers are crowded or not
+HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
 TILE_LIST_BYTES = (1 + 400) * 4  # of tile_lists.cuh: a block's tiles of a weight gradient

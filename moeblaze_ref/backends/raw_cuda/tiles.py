@@ -21,7 +21,6 @@ from moeblaze_ref.runtime import Executor, ceil_div
 TABLE = Path(__file__).with_name("tiles.json")
 KERNELS = ("expert_up", "d_x_rows", "d_w", "expert_down", "d_hidden", "d_w3")
 WARP = 32
-HOPPER_COLUMNS = 256  # of a tile of hopper/grouped_matmul.cuh
 # Classes of layers. Short groups leave most of a tall tile empty; large weights do not stay in the L2 cache.
 GROUPS, LONG_GROUP = ("short", "long"), 512  # rows of an expert on average from which on they are long
 WEIGHTS, LARGE_WEIGHT = ("small", "large"), 2**23  # elements of one expert's matrix from which on they are large
@@ -109,18 +108,6 @@ class HopperTile:
 
 
 @dataclass(frozen=True)
-class RaggedTile(HopperTile):
-    """The same for a layer with a width that tiles do not divide: half-empty tiles multiply less.
-
-    It never changes a bit of a result: what it leaves out is zero, or stored by no one.
-    """
-
-    def constants(self, itemsize: int) -> dict[str, int]:
-        """Constants for the preprocessor."""
-        return super().constants(itemsize) | {"RAGGED": 1}
-
-
-@dataclass(frozen=True)
 class WarpgroupTile:
     """The constants of expert_up/4_wgmma.cu, 5_tma.cu and 6_specialized.cu: one warpgroup multiplies (128, 128).
 
@@ -205,8 +192,7 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
     Returns
     -------
     MmaTile, HopperTile, WarpgroupTile or None
-        None for a version without tile constants. A RaggedTile where Hopper's tiles do not divide d and h; on a GPU,
-        where it gains little, only if a trial asks for it.
+        None for a version without tile constants.
 
     Raises
     ------
@@ -215,18 +201,10 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
     """
     if version not in CANDIDATES:
         return FIXED.get(version)
-    if trial := _trial.get():
-        return trial
-    if executor.name != "cuda":
-        return _fitted(DEFAULTS[version], d, h)
-    found = _table().get((executor.capability, version, kernel, *shape_class(rows, num_experts, d, h)))
-    return found or DEFAULTS[version]
-
-
-def _fitted(tile: Tile, d: int, h: int) -> Tile:
-    """The tile for these widths of a layer."""
-    ragged = isinstance(tile, HopperTile) and (d % HOPPER_COLUMNS or h % HOPPER_COLUMNS)
-    return RaggedTile(tile.band) if ragged else tile
+    chosen = _trial.get()
+    if chosen is None and executor.name == "cuda":
+        chosen = _table().get((executor.capability, version, kernel, *shape_class(rows, num_experts, d, h)))
+    return chosen or DEFAULTS[version]
 
 
 def shape_class(rows: int, num_experts: int, d: int, h: int) -> tuple[str, str]:
