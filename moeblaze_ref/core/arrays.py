@@ -48,6 +48,15 @@ def pitch_of(rows: Array) -> int:
     return int(pitch)
 
 
+def part_of(array: Array, axis: int, first: int, count: int) -> Array:
+    """A view of some elements along an axis. Torch without CUDA has no slices of a GPU's tensor without memory."""
+    if hasattr(array, "narrow"):
+        return array.narrow(axis, first, count)
+    part = [slice(None)] * array.ndim
+    part[axis] = slice(first, first + count)
+    return array[tuple(part)]
+
+
 def whole_rows(rows: Array) -> Array:
     """A matrix (rows, width) whose rows may have gaps between them, together with the gaps: (rows, pitch)."""
     pitch = pitch_of(rows)

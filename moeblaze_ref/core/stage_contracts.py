@@ -465,7 +465,7 @@ EXPERT_DOWN_ATOMIC = replace(
 EXPERT_DOWN_IN_PARTS = replace(
     EXPERT_DOWN_SUMMED,
     summary="Return the layer's output, so that y never exists whole.",
-    results=(Tensor("out", "L d", optional="where `gemm.parts_of_rows` does not divide y; then nothing is computed"),),
+    results=(Tensor("out", "L d", optional="where `gemm.parts_of_y` does not divide it; then nothing is computed"),),
     source="MoEBlaze, sections 3.1 and 5",
 )
 EXPERT_DOWN_D_HIDDEN = Contract(

@@ -244,12 +244,13 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
     # Tiles of columns, each of which leaves a part of the gates' gradients.
     C = Size("C", gemm.gate_terms(version, config.h, DEFAULTS.get(version)))
-    W = Size("W", gemm.parts_of_rows(version, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
+    where = version, config.R, config.d, config.h
+    Y, W = Size("Y", gemm.parts_of_y(*where)[0][1]), Size("W", gemm.parts_of_rows(*where)[0][1])  # columns of y and d_x
     H = Size("H", gemm.row_pitch(version, config.h) if config.dtype in gemm.NARROW else config.h)
-    tensors = one.tensors if W == config.d else _y_in_parts(one.tensors, case.R, W)
+    tensors = one.tensors if Y == config.d else _y_in_parts(one.tensors, case.R, Y)
     tensors = tensors if H == config.h else _with_gaps(tensors, case, H)
     forward = _dying(tensors, _dies_at(case))
-    symbols = one.symbols | {size.text: int(size) for size in (C, W, *([H] if H != config.h else []))}
+    symbols = one.symbols | {size.text: int(size) for size in (C, Y, W, *([H] if H != config.h else []))}
     backward = _backward(case, C, W, H if H != config.h else case.h)
     return replace(one, symbols=symbols, tensors=(*forward, *backward), notes=())
 
@@ -259,11 +260,11 @@ def _dying(tensors, dies_at):
     return (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
 
 
-def _y_in_parts(tensors, R, W):
-    """The forward's tensors where y exists in W columns at one time, if nobody keeps it; y_swi then outlives it."""
+def _y_in_parts(tensors, R, Y):
+    """The forward's tensors where y exists in Y columns at one time, if nobody keeps it; y_swi then outlives it."""
     if any(tensor.name == "y" and tensor.kept for tensor in tensors):
         return tensors
-    changes: dict[str, dict[str, Any]] = {"y": {"dims": (R, W)}, "y_swi": {"until": "out"}}
+    changes: dict[str, dict[str, Any]] = {"y": {"dims": (R, Y)}, "y_swi": {"until": "out"}}
     return [tensor if tensor.kept else replace(tensor, **changes.get(tensor.name, {})) for tensor in tensors]
 
 
@@ -651,7 +652,7 @@ def _moeblaze(s: _Case) -> _Draft:
     gap = 2 * (gemm.row_pitch(gemm.HOPPER, s.h) - s.h) if s.dtype in gemm.NARROW else 0
     if gap:
         notes.append(f"moeblaze: 7_persistent leaves {gap} bytes between the rows of a, b and y_swi, not counted here")
-    (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R, s.d, s.h)
+    (_, columns), *others = gemm.parts_of_y(gemm.HOPPER, s.R, s.d, s.h)
     if others and "y" not in s.saved:
         notes.append(f"moeblaze: y is counted whole; 7_persistent has {columns:,} of its {s.d:,} columns at one time")
     return _Draft(tensors, notes=tuple(notes))

@@ -17,6 +17,7 @@ from without_memory import (
     of_the_output,
 )
 
+from moeblaze_ref.backends.raw_cuda import layer as raw_cuda_layer
 from moeblaze_ref.core.config import ACTIVATIONS, preset
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account, megablocks_step_account, step_account
@@ -24,6 +25,8 @@ from moeblaze_ref.nn import torch_node
 from moeblaze_ref.runtime import torch_fake
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.torch_fake import FakeBridge, FakeExecutor, FakeModule
+from moeblaze_ref.systems import layer
+from moeblaze_ref.systems.layer import MoEWeights
 
 of_each_policy = pytest.mark.parametrize(("system", "options"), EACH_POLICY, ids=str)
 of_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -239,6 +242,30 @@ def test_without_a_gpu_tensors_of_one_stand_for_an_h100(monkeypatch):
     with FakeTensorMode(), torch.no_grad():
         layer, x, _ = make_fake("moeblaze", device="cuda", dtype=torch.bfloat16)
         assert layer(x).out.device.type == layer.executor == "cuda"
+
+
+@pytest.mark.parametrize("policy", ["paper", "minimal", "inputs"])
+def test_odd_widths_without_a_gpu_have_the_gaps_of_an_h100(policy, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    L, d, h, E, k = 100_003, 1_032, 1_544, 24, 3  # so many tokens that they and the weights are copied
+    executor, copied = FakeExecutor(torch.device("cuda")), []
+    monkeypatch.setattr(FakeExecutor, "assign", lambda _, target, source: copied.append((target.stride(), source)))
+
+    def empty(*shape):
+        return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+
+    with FakeTensorMode(), torch.no_grad():
+        x, weights = empty(L, d), MoEWeights(empty(d, E), empty(E, d, h), empty(E, d, h), empty(E, h, d))
+        stages = raw_cuda_layer.stages_for(x, weights, executor)
+        out, _, _, saved = layer.forward(stages, x, weights, k, "swiglu", policy)
+        assert all(tensor.stride() == (1_552, 1) for tensor in saved.intermediates.values())
+        gradients = layer.backward(stages, empty(L, d), saved, weights)
+    for gradient, leaf in zip(gradients, (x, *weights), strict=False):
+        assert gradient.shape == leaf.shape and gradient.is_contiguous()
+    assert out.shape == x.shape and {strides[-2] for strides, _ in copied} == {1_040, 1_552, 512, 16}
+    sources = [source for _, source in copied]
+    times = 2 + (policy == "inputs")  # in the forward, in the backward, and in the forward that it repeats
+    assert all(sum(source is one for source in sources) == times for one in (x, weights.w1, weights.w2))
 
 
 def test_a_launch_checks_its_arguments_without_memory(monkeypatch):

@@ -38,7 +38,7 @@ def forward_in_parts(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """The layer sums so where `gemm.parts_of_rows` divides the columns. Only 2_vector writes some columns of out."""
+    """The layer sums so where `gemm.parts_of_y` divides the columns. Only 2_vector writes some columns of out."""
     checks.check_name("version of combine in parts", version, (DEFAULT_VERSION,))
     gemm.check_slots(dispatch)
     executor = executor or executor_for(parts[0])

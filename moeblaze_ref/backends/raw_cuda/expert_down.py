@@ -5,7 +5,7 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.arrays import dtype_of, whole_rows
+from moeblaze_ref.core.arrays import dtype_of, part_of, whole_rows
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for
@@ -64,7 +64,7 @@ def output_in_parts(
 ) -> Array | None:
     """`forward` and `combine.forward` in one, some columns after the others."""
     _, h, d = w3.shape
-    parts = gemm.parts_of_rows(version, dispatch.R, d, h)
+    parts = gemm.parts_of_y(version, dispatch.R, d, h)
     if len(parts) == 1:
         return None
     dtype = gemm.check_version("expert_down", version, VERSIONS, y_swi, d=d, h=h)
@@ -72,7 +72,7 @@ def output_in_parts(
     executor = executor or executor_for(y_swi)
     out = executor.empty((dispatch.L, d), dtype)
     for first, width in parts:
-        y = rows(executor, version, y_swi, w3[:, :, first : first + width], dispatch, d)
+        y = rows(executor, version, y_swi, part_of(w3, 2, first, width), dispatch, d)
         gemm.sum_rows(executor, y, dispatch.token_index_map, dispatch.k, out, gates, first)
         del y  # before the next part is born
     return out

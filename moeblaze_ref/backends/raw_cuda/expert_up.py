@@ -5,7 +5,7 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.arrays import dtype_of, whole_rows
+from moeblaze_ref.core.arrays import dtype_of, part_of, whole_rows
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
@@ -89,7 +89,7 @@ def input_gradient(
         return d_x
     gemm.check_slots(dispatch)
     for first, width in gemm.parts_of_rows(version, dispatch.R, d, h):
-        part = (w1, w2) if width == d else [w if w is None else w[:, first : first + width] for w in (w1, w2)]
+        part = (w1, w2) if width == d else [w if w is None else part_of(w, 1, first, width) for w in (w1, w2)]
         rows = rows_before_their_sum(executor, version, (d_a, d_b, *part), dispatch, d)
         gemm.sum_rows(executor, rows, dispatch.token_index_map, dispatch.k, d_x, first=first)
         del rows  # before the next part is born

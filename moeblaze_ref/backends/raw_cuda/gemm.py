@@ -10,7 +10,7 @@ import ml_dtypes  # registers bfloat16 with numpy
 from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.backends.raw_cuda.tiles import Tile
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.arrays import dtype_of, pitch_of, strides_of, whole_rows
+from moeblaze_ref.core.arrays import dtype_of, part_of, pitch_of, strides_of, whole_rows
 from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
@@ -100,17 +100,16 @@ def launch_row_sums(
     module.launch(kernel, **per_element(WARP * L), **operands, L=L, d=width, pitch=pitch, first=first)
 
 
-def parts_of_rows(version: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
-    """Which columns of the rows (R, d) that sum to the output or to d_x exist at one time: the first, and how many.
+def parts_of_rows(version: str, R: int, d: int, h: int, more: int = 0) -> list[tuple[int, int]]:
+    """Which columns of the rows (R, d) that sum to d_x exist at one time: the first, and how many.
 
     All of them; but two parts, one after the other, where the rows are wider than the hidden tensors that live beside
-    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. Where d is no multiple
-    of a sector, there are two parts more, which make room for a copy of their weights. 7_persistent alone takes a part
-    of a weight: its tensor maps do.
+    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. 7_persistent
+    alone takes a part of a weight: its tensor maps do. There may be some parts ``more``.
     """
     if version != HOPPER or R * d < MANY_ELEMENTS:
         return [(0, d)]
-    parts = (2 if d > h else 1) + (2 if d * 2 % SECTOR else 0)
+    parts = (2 if d > h else 1) + more
     width = HOPPER_COLUMNS * ceil_div(d, parts * HOPPER_COLUMNS)  # whole tiles
     return [(first, min(width, d - first)) for first in range(0, d, width)]
 
@@ -123,9 +122,14 @@ def row_pitch(version: str, width: int) -> int:
 
 def empty_rows(executor: Executor, version: str, shape: tuple[int, ...], dtype: str) -> Array:
     """A new array of rows, `row_pitch` elements from one to the next."""
+    return _with_pitch(executor, shape, row_pitch(version, shape[-1]), dtype)
+
+
+def _with_pitch(executor: Executor, shape: tuple[int, ...], pitch: int, dtype: str) -> Array:
+    """A new array, so many elements from one row to the next."""
     *others, width = shape
-    whole = executor.empty((*others, row_pitch(version, width)), dtype)
-    return whole if whole.shape[-1] == width else whole[..., :width]
+    whole = executor.empty((*others, pitch), dtype)
+    return whole if pitch == width else part_of(whole, -1, 0, width)
 
 
 def tokens_in_sectors(executor: Executor, version: str, tokens: Array, dispatch: Dispatch) -> Array:
@@ -153,8 +157,7 @@ def _in_sectors(executor: Executor, array: Array) -> Array:
 
 def like(executor: Executor, rows: Array) -> Array:
     """A new matrix of the shape, dtype and pitch of these rows."""
-    whole = executor.empty((rows.shape[0], pitch_of(rows)), dtype_of(rows))
-    return whole[:, : rows.shape[1]]
+    return _with_pitch(executor, tuple(rows.shape), pitch_of(rows), dtype_of(rows))
 
 
 def hidden_rows(executor: Executor, version: str, rows: Array, beside: Array | None = None) -> Array:
@@ -166,7 +169,7 @@ def hidden_rows(executor: Executor, version: str, rows: Array, beside: Array | N
     pitch = width if version != HOPPER else pitch_of(rows if beside is None else beside)
     if pitch_of(rows) == pitch:
         return rows
-    copy = executor.empty((rows.shape[0], pitch), dtype_of(rows))[:, :width]
+    copy = _with_pitch(executor, tuple(rows.shape), pitch, dtype_of(rows))
     executor.assign(copy, rows)
     return copy
 
@@ -174,6 +177,11 @@ def hidden_rows(executor: Executor, version: str, rows: Array, beside: Array | N
 def pitches(version: str, gathered: Array, hidden: Array) -> dict[str, int]:
     """From one row to the next of what is gathered, and of hidden rows: arguments of 7_persistent."""
     return {"d_pitch": pitch_of(gathered), "h_pitch": pitch_of(hidden)} if version == HOPPER else {}
+
+
+def parts_of_y(version: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
+    """The same of y. Two parts more make room for a copy of w3 whose rows begin with a sector, if its own do not."""
+    return parts_of_rows(version, R, d, h, more=2 if d * 2 % SECTOR else 0)
 
 
 def or_nothing(executor: Executor, array: Array | None, first: Array) -> Array:

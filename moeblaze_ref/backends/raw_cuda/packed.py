@@ -13,7 +13,7 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import biases, expert_down, expert_up, gemm, tiles
 from moeblaze_ref.backends.raw_cuda.biases import Biases
-from moeblaze_ref.core.arrays import dtype_of
+from moeblaze_ref.core.arrays import dtype_of, part_of
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.layouts import Layout
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
@@ -273,8 +273,7 @@ class Packed:
         """Hidden rows (R, n) times each expert's (n, d), or (d, n) if the depth is last: ``width`` of the d columns."""
         d = weights.shape[1 if depth_last else 2]
         if width < d:
-            columns = slice(first, first + width)
-            weights = weights[:, columns] if depth_last else weights[:, :, columns]
+            weights = part_of(weights, 1 if depth_last else 2, first, width)
         if depth_last:
             operands = hidden, None, weights, None
             return expert_up.rows_before_their_sum(self.executor, self.version, operands, dispatch, d)
