@@ -42,10 +42,10 @@ def strides_of(array: Array) -> tuple[int, ...]:
 
 def pitch_of(rows: Array) -> int:
     """Elements from one row of a matrix to the next; of a single row its width, whatever its stride."""
-    count, pitch = rows.shape
-    if count > 1:
-        pitch = strides_of(rows)[0] // rows.dtype.itemsize
-    return int(pitch)
+    count, width = rows.shape
+    if count < 2:
+        return int(width)
+    return int(rows.stride(0) if hasattr(rows, "stride") else rows.strides[0] // rows.itemsize)
 
 
 def part_of(array: Array, axis: int, first: int, count: int) -> Array:
@@ -59,9 +59,9 @@ def part_of(array: Array, axis: int, first: int, count: int) -> Array:
 
 def whole_rows(rows: Array) -> Array:
     """A matrix (rows, width) whose rows may have gaps between them, together with the gaps: (rows, pitch)."""
-    pitch = pitch_of(rows)
-    if pitch == rows.shape[1]:
+    if is_contiguous(rows):
         return rows
+    pitch = pitch_of(rows)
     if hasattr(rows, "as_strided"):
         return rows.as_strided((rows.shape[0], pitch), (pitch, 1))
     return library_of(rows).lib.stride_tricks.as_strided(rows, (rows.shape[0], pitch))

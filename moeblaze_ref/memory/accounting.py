@@ -246,13 +246,18 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     C = Size("C", gemm.gate_terms(version, config.h, DEFAULTS.get(version)))
     where = version, config.R, config.d, config.h
     Y, W = Size("Y", gemm.parts_of_y(*where)[0][1]), Size("W", gemm.parts_of_rows(*where)[0][1])  # columns of y and d_x
-    H = Size("H", gemm.row_pitch(version, config.h) if config.dtype in gemm.NARROW else config.h)
+    H = Size("H", _pitch(config.dtype, version, config.d, config.h))
     tensors = one.tensors if Y == config.d else _y_in_parts(one.tensors, case.R, Y)
     tensors = tensors if H == config.h else _with_gaps(tensors, case, H)
     forward = _dying(tensors, _dies_at(case))
     symbols = one.symbols | {size.text: int(size) for size in (C, Y, W, *([H] if H != config.h else []))}
     backward = _backward(case, C, W, H if H != config.h else case.h)
     return replace(one, symbols=symbols, tensors=(*forward, *backward), notes=())
+
+
+def _pitch(dtype, version, d, h):
+    """Elements from one hidden row to the next, where a version can run; 7_persistent does as 3_mma can."""
+    return gemm.row_pitch(version, h) if gemm.portable_version(dtype, d, h) == "3_mma" else h
 
 
 def _dying(tensors, dies_at):
@@ -649,7 +654,7 @@ def _moeblaze(s: _Case) -> _Draft:
     notes = [f"moeblaze: {_note_of_router(s)}"]
     if s.saved == ("y_swi",):
         notes.append("moeblaze: of relu y_swi alone is kept: the slope is 1 where y_swi > 0, and relu(y_swi) is y_swi")
-    gap = 2 * (gemm.row_pitch(gemm.HOPPER, s.h) - s.h) if s.dtype in gemm.NARROW else 0
+    gap = 2 * (_pitch(s.dtype, gemm.HOPPER, s.d, s.h) - s.h)
     if gap:
         notes.append(f"moeblaze: 7_persistent leaves {gap} bytes between the rows of a, b and y_swi, not counted here")
     (_, columns), *others = gemm.parts_of_y(gemm.HOPPER, s.R, s.d, s.h)

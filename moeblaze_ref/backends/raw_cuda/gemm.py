@@ -117,7 +117,7 @@ def parts_of_rows(version: str, R: int, d: int, h: int, more: int = 0) -> list[t
 def row_pitch(version: str, width: int) -> int:
     """Elements from one hidden row of this width to the next: in 7_persistent each begins with a sector."""
     in_sector = SECTOR // 2  # elements of tensor cores
-    return ceil_div(width, in_sector) * in_sector if version == HOPPER else width
+    return -(-width // in_sector) * in_sector if version == HOPPER else width
 
 
 def empty_rows(executor: Executor, version: str, shape: tuple[int, ...], dtype: str) -> Array:
@@ -134,9 +134,10 @@ def _with_pitch(executor: Executor, shape: tuple[int, ...], pitch: int, dtype: s
 
 def tokens_in_sectors(executor: Executor, version: str, tokens: Array, dispatch: Dispatch) -> Array:
     """Tokens (L, d) whose rows begin with a sector: a copy, where 7_persistent gathers them for long groups."""
+    if version != HOPPER or dispatch.R < tiles.LONG_GROUP * dispatch.E:
+        return tokens
     L, d = tokens.shape
-    able = version == HOPPER and L * row_pitch(version, d) <= MAX_GATHERED
-    return _in_sectors(executor, tokens) if able and dispatch.R >= tiles.LONG_GROUP * dispatch.E else tokens
+    return _in_sectors(executor, tokens) if L * row_pitch(version, d) <= MAX_GATHERED else tokens
 
 
 def weights_in_sectors(executor: Executor, version: str, weights: Array | None, dispatch: Dispatch) -> Array | None:
@@ -165,8 +166,10 @@ def hidden_rows(executor: Executor, version: str, rows: Array, beside: Array | N
 
     They are copied if they lie otherwise, as those may that a hook of autograd's has saved.
     """
+    if version == HOPPER and beside is None:
+        return rows
     width = rows.shape[1]
-    pitch = width if version != HOPPER else pitch_of(rows if beside is None else beside)
+    pitch = pitch_of(beside) if version == HOPPER and beside is not None else width
     if pitch_of(rows) == pitch:
         return rows
     copy = _with_pitch(executor, tuple(rows.shape), pitch, dtype_of(rows))
@@ -191,7 +194,7 @@ def or_nothing(executor: Executor, array: Array | None, first: Array) -> Array:
 
 def rows_or_nothing(executor: Executor, rows: Array | None, first: Array) -> Array:
     """The same of rows, with the gaps between them."""
-    return or_nothing(executor, None if rows is None else whole_rows(rows), first)
+    return or_nothing(executor, rows, first) if rows is None else whole_rows(rows)
 
 
 def operand(executor: Executor, version: str, array: Array, box: tuple[int, ...]) -> Any:
