@@ -58,13 +58,34 @@ def part_of(array: Array, axis: int, first: int, count: int) -> Array:
 
 
 def whole_rows(rows: Array) -> Array:
-    """A matrix (rows, width) whose rows may have gaps between them, together with the gaps: (rows, pitch)."""
+    """A matrix (rows, width) with gaps between its rows, together with the gaps: (rows, pitch).
+
+    Kernels that take 16 bytes at a time can then read it. What is laid out otherwise stays as it is, for a launch to
+    refuse.
+    """
     if is_contiguous(rows):
         return rows
-    pitch = pitch_of(rows)
+    (count, width), itemsize = rows.shape, rows.dtype.itemsize
     if hasattr(rows, "as_strided"):
-        return rows.as_strided((rows.shape[0], pitch), (pitch, 1))
-    return library_of(rows).lib.stride_tricks.as_strided(rows, (rows.shape[0], pitch))
+        pitch, step = rows.stride()
+        end = (rows.storage_offset() + count * pitch) * itemsize
+        fits = step == 1 and end <= rows.untyped_storage().nbytes()
+    else:
+        pitch, step = (stride // itemsize for stride in rows.strides)
+        fits = step == 1 and address_of(rows) + count * pitch * itemsize <= _end_of_memory(rows)
+    if not fits or pitch < width or pitch * itemsize % 16:
+        return rows
+    if hasattr(rows, "as_strided"):
+        return rows.as_strided((count, pitch), (pitch, 1))
+    return library_of(rows).lib.stride_tricks.as_strided(rows, (count, pitch))
+
+
+def _end_of_memory(array: Array) -> float:
+    """The address behind what numpy or CuPy has allocated for an array; of memory of others, infinity."""
+    while isinstance(array.base, type(array)):
+        array = array.base
+    owned = getattr(array.flags, "owndata", False)
+    return address_of(array) + array.nbytes if owned else float("inf")
 
 
 def is_contiguous(array: Array) -> bool:

@@ -172,6 +172,24 @@ def test_rows_and_their_gaps():
         assert whole_rows(array) is array
 
 
+def test_rows_that_no_kernel_can_take_stay_as_they_are():
+    whole = np.zeros((6, 24), np.float16)
+    for array in (whole, torch.from_numpy(whole.copy())):
+        beyond, crooked = array[:, 8:], array[:, ::2]  # the gap behind its last row would lie beyond the memory
+        narrow = array[:, :20].reshape(-1)[:117].reshape(9, 13)[:, :8] if array is whole else array.T
+        assert all(whole_rows(rows) is rows for rows in (beyond, crooked, narrow))
+        assert whole_rows(array[:, :16]).shape == (6, 24)
+        assert whole_rows(array[:5, 8:]).shape == (5, 24)
+
+
+def test_a_hidden_tensor_that_is_laid_out_otherwise_is_refused():
+    case = make_case(9, 24, 40, 2, 2).astype("bfloat16")
+    dispatch = build_by_sort(case.topk_experts, case.E)
+    hidden = np.asfortranarray(np.ones((dispatch.R, 40), case.x.dtype))
+    with pytest.raises(ValueError, match="is not C-contiguous"):
+        expert_up.weight_gradient(hidden, case.x, dispatch, version="7_persistent")
+
+
 def test_a_single_row_has_no_gap():
     for row in (np.arange(6.0)[None, :4], torch.arange(6.0)[None, :4], torch.arange(8.0).as_strided((1, 4), (1, 1))):
         assert pitch_of(row) == 4 and whole_rows(row) is row
