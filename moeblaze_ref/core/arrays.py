@@ -81,7 +81,7 @@ def whole_rows(rows: Array) -> Array:
 
 
 def _end_of_memory(array: Array) -> float:
-    """The address behind what numpy or CuPy has allocated for an array; of memory of others, infinity."""
+    """The address behind what numpy or CuPy has allocated for an array; infinity if someone else has."""
     while isinstance(array.base, type(array)):
         array = array.base
     owned = getattr(array.flags, "owndata", False)

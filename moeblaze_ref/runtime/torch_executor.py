@@ -23,6 +23,13 @@ WIDEST = torch.complex128  # the widest elements that torch copies
 SHORT_DEPTH = 256  # of products that a library never splits into parts, whose narrow results it would then add
 
 
+def _is_wide(tensor: Tensor) -> bool:
+    """Whether torch can view a tensor as elements of ``WIDEST``."""
+    *steps, last = tensor.stride()
+    places = (tensor.shape[-1], tensor.storage_offset(), *steps)
+    return last == 1 and all(place * tensor.itemsize % WIDEST.itemsize == 0 for place in places)
+
+
 class TorchExecutor:
     """What an executor does with tensors of one device; who inherits says how kernels are loaded and run."""
 
@@ -43,8 +50,7 @@ class TorchExecutor:
 
     def assign(self, target: Tensor, source: Tensor) -> None:
         """Write the elements of a tensor into another one of its shape and dtype, 16 bytes at a time where they can."""
-        widths = (target.shape[-1], *target.stride()[:-1], *source.stride()[:-1])
-        if all(width * target.itemsize % WIDEST.itemsize == 0 for width in widths):
+        if _is_wide(target) and _is_wide(source):
             target, source = target.view(WIDEST), source.view(WIDEST)
         target.copy_(source)
 

@@ -7,11 +7,12 @@ from expert_stages import every_fault
 from planted import Planted
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.backends.raw_cuda import expert_up, gemm, layer, tiles
+from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm, layer, tiles
 from moeblaze_ref.core.arrays import pitch_of, whole_rows
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.structures import HIDDEN
 from moeblaze_ref.memory.accounting import account, step_account
+from moeblaze_ref.runtime.launch_plan.recorder import Recorder
 from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.torch_executor import TorchExecutor
 from moeblaze_ref.systems.layer import MoEWeights
@@ -190,6 +191,53 @@ def test_a_hidden_tensor_that_is_laid_out_otherwise_is_refused():
         expert_up.weight_gradient(hidden, case.x, dispatch, version="7_persistent")
 
 
+@pytest.mark.parametrize("version", [version for version in gemm.VERSIONS if version != gemm.HOPPER])
+def test_an_older_version_refuses_tokens_with_gaps(version):
+    dtype = gemm.VERSIONS[version][-1]
+    case = make_case(9, 24, 40, 2, 2).astype(dtype)
+    dispatch, (_, w1, w2, w3) = build_by_sort(case.topk_experts, case.E), case.weights
+    wide = np.full((9, 48), 7, case.x.dtype)
+    wide[:, :24] = case.x
+    tokens, hidden, gates = wide[:, :24], np.ones((dispatch.R, 40), case.x.dtype), np.ones((9, 2), np.float32)
+    for call in (
+        lambda: expert_up.forward(tokens, w1, w2, dispatch, "swiglu", version=version),
+        lambda: expert_up.weight_gradient(hidden, tokens, dispatch, version=version),
+        lambda: expert_down.hidden_gradients(tokens, gates, hidden, hidden, w3, dispatch, "swiglu", version=version),
+    ):
+        with pytest.raises(ValueError, match="is not C-contiguous"):
+            call()
+
+
+def test_7_persistent_takes_tokens_with_gaps():
+    x, weights, _ = problem()
+    dispatch = build_by_sort(np.stack([np.arange(L) % E, (np.arange(L) + 1) % E], 1).astype(np.int32), E)
+    wide = np.full((L, d + 16), np.nan, x.dtype)
+    wide[:, :d] = x
+    right, found = (
+        expert_up.forward(tokens, weights.w1, weights.w2, dispatch, "swiglu", version="7_persistent")
+        for tokens in (x, wide[:, :d])
+    )
+    assert all(map(np.array_equal, right, found))
+
+
+class OnHopper(SimtExecutor):
+    capability = (9, 0)
+
+
+def test_the_papers_forward_takes_rows_with_gaps():
+    x, weights, _ = problem()
+    right = layer.forward(x, weights, k, "swiglu", "minimal", version="as_printed")
+    found = layer.forward(x, weights, k, "swiglu", "minimal", executor=OnHopper(), version="as_printed")
+    assert pitch_of(found.saved.intermediates["a"]) == 144 and relative_error(found.out, right.out) < 2**-6
+
+
+def test_nothing_may_be_stored():
+    x, weights, _ = problem()
+    dispatch = build_by_sort(np.zeros((L, 1), np.int32), E)
+    given = x, weights.w1, weights.w2, dispatch, "swiglu", ()
+    assert expert_up.forward(*given, version="7_persistent") == (None, None, None)
+
+
 def test_a_single_row_has_no_gap():
     for row in (np.arange(6.0)[None, :4], torch.arange(6.0)[None, :4], torch.arange(8.0).as_strided((1, 4), (1, 1))):
         assert pitch_of(row) == 4 and whole_rows(row) is row
@@ -201,6 +249,21 @@ def test_a_copy_of_a_tensor_has_its_elements(width):
     target = torch.full((3, 5, 80), 7.0).bfloat16()
     TorchExecutor(torch.device("cpu")).assign(target[..., :width], source)
     assert torch.equal(target[..., :width], source) and (target[..., width:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    "source", [torch.randn(364).bfloat16()[4:].view(5, 72), torch.randn(5, 144).bfloat16()[:, ::2]]
+)
+def test_a_copy_of_what_cannot_be_viewed_in_wide_elements(source):
+    target = torch.zeros(5, 80).bfloat16()[:, :72]
+    TorchExecutor(torch.device("cpu")).assign(target, source)
+    assert torch.equal(target, source)
+
+
+def test_a_plan_knows_the_memory_of_rows_with_gaps():
+    rows, other = torch.zeros(10, 144)[:, :136], torch.zeros(4)
+    recorder = Recorder([rows, other])
+    assert [buffer.nbytes for buffer in recorder.buffers] == [(9 * 144 + 136) * 4, 16]
 
 
 def test_the_account_has_the_gaps():

@@ -5,7 +5,7 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.arrays import dtype_of, part_of, whole_rows
+from moeblaze_ref.core.arrays import dtype_of, part_of, pitch_of, whole_rows
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for
@@ -113,7 +113,7 @@ def _summed(add, y_swi, w3, gates, dispatch, executor, version):
     if dispatch.R:
         gate_of_row = gates_of_rows(executor, dispatch, gates)
         operands = {
-            "y_swi": y_swi,
+            "y_swi": gemm.hidden_rows(executor, version, y_swi),
             "w3": w3,
             "gate_of_row": gate_of_row,
             "expert_token_indices": dispatch.expert_token_indices,
@@ -186,7 +186,7 @@ def hidden_gradients(
         module.launch(
             "d_hidden",
             **gemm.rows_launch(executor, version, dispatch, h, tile),
-            d_out=whole_rows(d_out),
+            d_out=gemm.gathered_rows(version, d_out),
             gate_of_row=gate_of_row,
             a=whole_rows(a),
             b=gemm.rows_or_nothing(executor, b, a),
@@ -199,7 +199,7 @@ def hidden_gradients(
             gate_terms=gate_terms,
             d=d,
             h=h,
-            **gemm.pitches(version, d_out, a),
+            **gemm.pitches(version, d_out, pitch_of(a)),
         )
 
     d_gates = gates_gradient(executor, dispatch, gates, gemm.gate_terms(version, h, tile), launch)

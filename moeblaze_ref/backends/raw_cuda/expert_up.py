@@ -5,7 +5,7 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.arrays import dtype_of, part_of, whole_rows
+from moeblaze_ref.core.arrays import dtype_of, part_of
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
@@ -49,7 +49,7 @@ def forward(
         module.launch(
             "expert_up",
             **gemm.rows_launch(executor, version, dispatch, h, tile, results=1 if w2 is None else 2, crowded=False),
-            x=whole_rows(x),
+            x=gemm.gathered_rows(version, x),
             w1=gemm.operand(executor, version, w1, gemm.WEIGHTS_BOX),
             w2=gemm.second_operand(executor, version, w2, w1, gemm.WEIGHTS_BOX),
             expert_token_indices=dispatch.expert_token_indices,
@@ -59,7 +59,7 @@ def forward(
             y_swi=gemm.rows_or_nothing(executor, y_swi, x),
             d=d,
             h=h,
-            **gemm.pitches(version, x, y_swi if a is None else a),
+            **gemm.pitches(version, x, gemm.row_pitch(version, h)),
         )
     return a, b, y_swi
 

@@ -27,7 +27,7 @@ HOPPER_COLUMNS = 256
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
 TILE_LIST_BYTES = (1 + 400) * 4  # of tile_lists.cuh: a block's tiles of a weight gradient
 SECTOR = 32  # bytes that the L2 cache moves at a time: where rows begin between two sectors, copies take twice as many
-COPIED_FOR = 4  # hidden rows for each row of weights from which on a copy of the weights is cheap, and small
+COPIED_FOR = 4  # hidden rows for each row of weights: with so many, a copy of the weights costs little time and memory
 MAX_WIDTH = 2**30  # of rows: kernels count the columns of two matrices in 32 bits
 MAX_TILES = 2**30  # of a launch: kernels number them in 32 bits, and blocks that stay look one turn ahead
 MAX_GATHERED = 2**35  # elements that versions of BY_TMA gather from: they count them by 8 in 32 bits
@@ -105,13 +105,18 @@ def parts_of_rows(version: str, R: int, d: int, h: int, more: int = 0) -> list[t
 
     All of them; but two parts, one after the other, where the rows are wider than the hidden tensors that live beside
     them and are many: whole, they would be the largest buffer of a step, and cost it its peak. 7_persistent
-    alone takes a part of a weight: its tensor maps do. There may be some parts ``more``.
+    alone takes a part of a weight: its tensor maps do. ``more`` says how many parts more to cut them into.
     """
     if version != HOPPER or R * d < MANY_ELEMENTS:
         return [(0, d)]
     parts = (2 if d > h else 1) + more
     width = HOPPER_COLUMNS * ceil_div(d, parts * HOPPER_COLUMNS)  # whole tiles
     return [(first, min(width, d - first)) for first in range(0, d, width)]
+
+
+def parts_of_y(version: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
+    """`parts_of_rows` of y: two parts more make room for a copy of w3, if its own rows do not begin with a sector."""
+    return parts_of_rows(version, R, d, h, more=2 if d * 2 % SECTOR else 0)
 
 
 def row_pitch(version: str, width: int) -> int:
@@ -162,9 +167,10 @@ def like(executor: Executor, rows: Array) -> Array:
 
 
 def hidden_rows(executor: Executor, version: str, rows: Array, beside: Array | None = None) -> Array:
-    """Hidden rows as a version takes them: without gaps, and in 7_persistent with those of the rows ``beside`` them.
+    """Hidden rows as a version takes them, copied if they lie otherwise, as what a hook of autograd's has saved may.
 
-    They are copied if they lie otherwise, as those may that a hook of autograd's has saved.
+    Those before 7_persistent take rows without gaps. It takes any, but all of one launch with the gaps of those
+    ``beside`` them.
     """
     if version == HOPPER and beside is None:
         return rows
@@ -177,14 +183,14 @@ def hidden_rows(executor: Executor, version: str, rows: Array, beside: Array | N
     return copy
 
 
-def pitches(version: str, gathered: Array, hidden: Array) -> dict[str, int]:
-    """From one row to the next of what is gathered, and of hidden rows: arguments of 7_persistent."""
-    return {"d_pitch": pitch_of(gathered), "h_pitch": pitch_of(hidden)} if version == HOPPER else {}
+def gathered_rows(version: str, tokens: Array) -> Array:
+    """Tokens as a version takes them: those before 7_persistent know of no gaps, and refuse rows that have them."""
+    return whole_rows(tokens) if version == HOPPER else tokens
 
 
-def parts_of_y(version: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
-    """The same of y. Two parts more make room for a copy of w3 whose rows begin with a sector, if its own do not."""
-    return parts_of_rows(version, R, d, h, more=2 if d * 2 % SECTOR else 0)
+def pitches(version: str, gathered: Array, hidden: int) -> dict[str, int]:
+    """Arguments of 7_persistent: from one row to the next of what is gathered, and of hidden rows."""
+    return {"d_pitch": pitch_of(gathered), "h_pitch": hidden} if version == HOPPER else {}
 
 
 def or_nothing(executor: Executor, array: Array | None, first: Array) -> Array:
@@ -193,7 +199,7 @@ def or_nothing(executor: Executor, array: Array | None, first: Array) -> Array:
 
 
 def rows_or_nothing(executor: Executor, rows: Array | None, first: Array) -> Array:
-    """The same of rows, with the gaps between them."""
+    """`or_nothing` of rows, with the gaps between them."""
     return or_nothing(executor, rows, first) if rows is None else whole_rows(rows)
 
 
@@ -336,8 +342,8 @@ def weight_gradient(
         kernel,
         **weights_launch(executor, version, dispatch.E, *shape, tile),
         **boxes,
-        **{name: whole_rows(hidden), name_of_gathered: whole_rows(gathered)},
-        **pitches(version, gathered, hidden),
+        **{name: whole_rows(hidden), name_of_gathered: gathered_rows(version, gathered)},
+        **pitches(version, gathered, pitch_of(hidden)),
         expert_token_indices=dispatch.expert_token_indices,
         expert_token_offsets=dispatch.expert_token_offsets,
         **{kernel: result},

@@ -210,7 +210,7 @@ class Packed:
         """Return the layer's output (L, d), y in parts where the whole would cost a step its peak."""
         y_swi, d = tensors["y_swi"], self._width(down)
         h = y_swi.shape[1]
-        if "y" in kept or len(gemm.parts_of_rows(self.version, dispatch.R, d, h)) == 1:
+        if "y" in kept or len(gemm.parts_of_y(self.version, dispatch.R, d, h)) == 1:
             del y_swi  # so that it leaves the memory with the ``tensors``
             return store_and_combine(stages, tensors, down, dispatch, gates, kept)
         out = self.executor.empty((dispatch.L, d), dtype_of(y_swi))
@@ -261,7 +261,8 @@ class Packed:
         if dispatch.R == 0:
             return out
         gemm.check_slots(dispatch)
-        for first, width in gemm.parts_of_rows(self.version, dispatch.R, out.shape[1], h):
+        parts_of = gemm.parts_of_rows if gates is None else gemm.parts_of_y
+        for first, width in parts_of(self.version, dispatch.R, out.shape[1], h):
             rows = self._rows(hidden, weights, depth_last, dispatch, first, width)
             self._sum_parts(rows, dispatch, out, gates, first)
             del rows  # before the next part is born

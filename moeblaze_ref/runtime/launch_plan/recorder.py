@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
 
     def _add(self, tensor: Tensor, make: Callable[[], Tensor] | None = None) -> Buffer:
         layout = tuple(tensor.shape), tensor.stride()
-        buffer = Buffer(len(self.buffers), tensor.nbytes, make, *layout, tensor.dtype)
+        buffer = Buffer(len(self.buffers), _span(tensor), make, *layout, tensor.dtype)
         self.buffers.append(buffer)
         self._places.append(_Place(buffer, tensor))
         return buffer
@@ -273,4 +273,11 @@ def without_overlap(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _ends(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return tensor.data_ptr(), tensor.data_ptr() + _span(tensor)
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first element to behind the last, gaps between rows included."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    return (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
