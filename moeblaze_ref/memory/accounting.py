@@ -246,13 +246,13 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     C = Size("C", gemm.gate_terms(version, config.h, DEFAULTS.get(version)))
     where = version, config.R, config.d, config.h
     Y, W = Size("Y", gemm.parts_of_y(*where)[0][1]), Size("W", gemm.parts_of_rows(*where)[0][1])  # columns of y and d_x
-    H = Size("H", _pitch(config.dtype, version, config.d, config.h))
+    pitch = _pitch(config.dtype, version, config.d, config.h)
+    H = case.h if pitch == config.h else Size("H", pitch)
     tensors = one.tensors if Y == config.d else _y_in_parts(one.tensors, case.R, Y)
-    tensors = tensors if H == config.h else _with_gaps(tensors, case, H)
+    tensors = _with_gaps(tensors, case.R, H)
     forward = _dying(tensors, _dies_at(case))
-    symbols = one.symbols | {size.text: int(size) for size in (C, Y, W, *([H] if H != config.h else []))}
-    backward = _backward(case, C, W, H if H != config.h else case.h)
-    return replace(one, symbols=symbols, tensors=(*forward, *backward), notes=())
+    symbols = one.symbols | {size.text: int(size) for size in (C, Y, W, H)}
+    return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W, H)), notes=())
 
 
 def _pitch(dtype, version, d, h):
@@ -266,16 +266,16 @@ def _dying(tensors, dies_at):
 
 
 def _y_in_parts(tensors, R, Y):
-    """The forward's tensors where y exists in Y columns at one time, if nobody keeps it; y_swi then outlives it."""
+    """The forward's tensors, of y only Y columns at a time unless it is kept. y_swi then lives until the output."""
     if any(tensor.name == "y" and tensor.kept for tensor in tensors):
         return tensors
     changes: dict[str, dict[str, Any]] = {"y": {"dims": (R, Y)}, "y_swi": {"until": "out"}}
     return [tensor if tensor.kept else replace(tensor, **changes.get(tensor.name, {})) for tensor in tensors]
 
 
-def _with_gaps(tensors, s, H):
+def _with_gaps(tensors, R, H):
     """The forward's tensors with the gaps between hidden rows, whose pitch is H."""
-    return [replace(one, dims=(s.R, H)) if one.name in (*HIDDEN, "act_a") else one for one in tensors]
+    return [replace(one, dims=(R, H)) if one.name in (*HIDDEN, "act_a") else one for one in tensors]
 
 
 def megablocks_step_account(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Account:

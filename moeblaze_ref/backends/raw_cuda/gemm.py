@@ -175,7 +175,7 @@ def hidden_rows(executor: Executor, version: str, rows: Array, beside: Array | N
     if version == HOPPER and beside is None:
         return rows
     width = rows.shape[1]
-    pitch = pitch_of(beside) if version == HOPPER and beside is not None else width
+    pitch = width if version != HOPPER or beside is None else pitch_of(beside)
     if pitch_of(rows) == pitch:
         return rows
     copy = _with_pitch(executor, tuple(rows.shape), pitch, dtype_of(rows))
