@@ -57,6 +57,16 @@ def part_of(array: Array, axis: int, first: int, count: int) -> Array:
     return array[tuple(part)]
 
 
+def with_gaps(rows: Array, width: int) -> Array:
+    """New rows (..., pitch) as rows (..., width) with gaps between them; of torch the same tensor, and no view of it.
+
+    A view would keep the memory: autograd frees a saved tensor's, but not that of the tensor it is a view of.
+    """
+    if hasattr(rows, "as_strided_"):
+        return rows.as_strided_((*rows.shape[:-1], width), rows.stride())
+    return part_of(rows, -1, 0, width)
+
+
 def whole_rows(rows: Array) -> Array:
     """A matrix (rows, width) with gaps between its rows, together with the gaps: (rows, pitch).
 

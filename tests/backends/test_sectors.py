@@ -1,5 +1,7 @@
 """Rows that begin with a sector of the L2 cache: how 7_persistent lays out and copies rows of odd widths."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -171,6 +173,14 @@ def test_rows_and_their_gaps():
         rows = array[:, :3]
         assert pitch_of(rows) == 4 and np.array_equal(whole_rows(rows), whole)
         assert whole_rows(array) is array
+
+
+def test_the_memory_of_rows_with_gaps_can_be_freed_though_autograd_holds_them():
+    rows = gemm.empty_rows(TorchExecutor(torch.device("cpu")), gemm.HOPPER, (5, 72), "bfloat16")
+    assert pitch_of(rows) == 80 and whole_rows(rows).shape == (5, 80)
+    memory = weakref.ref(rows.untyped_storage())
+    rows.data = rows.new_empty(0)
+    assert memory() is None
 
 
 def test_rows_that_no_kernel_can_take_stay_as_they_are():

@@ -10,7 +10,7 @@ import ml_dtypes  # registers bfloat16 with numpy
 from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.backends.raw_cuda.tiles import Tile
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.arrays import dtype_of, part_of, pitch_of, strides_of, whole_rows
+from moeblaze_ref.core.arrays import dtype_of, pitch_of, strides_of, whole_rows, with_gaps
 from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
@@ -134,7 +134,7 @@ def _with_pitch(executor: Executor, shape: tuple[int, ...], pitch: int, dtype: s
     """A new array, so many elements from one row to the next."""
     *others, width = shape
     whole = executor.empty((*others, pitch), dtype)
-    return whole if pitch == width else part_of(whole, -1, 0, width)
+    return whole if pitch == width else with_gaps(whole, width)
 
 
 def tokens_in_sectors(executor: Executor, version: str, tokens: Array, dispatch: Dispatch) -> Array:
