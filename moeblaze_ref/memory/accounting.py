@@ -234,7 +234,7 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
 
     The version, a tiled one of the expert stages, decides how many columns of y and of the rows of d_x exist at one
     time, and the pitch of hidden rows. Its tile is the default one: a GPU's own table of tiles may have another.
-    Where d or h is no multiple of 16, 7_persistent may copy tokens or weights for one product, which is not counted.
+    Where d or h is no multiple of 16, 7_persistent may copy tokens or weights for one product; those are counted, too.
 
     Raises
     ------
@@ -246,18 +246,54 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     C = Size("C", gemm.gate_terms(version, config.h, DEFAULTS.get(version)))
     where = version, config.R, config.d, config.h
     Y, W = Size("Y", gemm.parts_of_y(*where)[0][1]), Size("W", gemm.parts_of_rows(*where)[0][1])  # columns of y and d_x
-    pitch = _pitch(config.dtype, version, config.d, config.h)
-    H = case.h if pitch == config.h else Size("H", pitch)
-    tensors = one.tensors if Y == config.d else _y_in_parts(one.tensors, case.R, Y)
-    tensors = _with_gaps(tensors, case.R, H)
+    rows = _Rows(case, version)
+    tensors = one.tensors if Y == config.d or "y" in case.saved else _y_in_parts(one.tensors, case.R, Y)
+    tensors = _with_copies(_with_gaps(tensors, case.R, rows.H), rows)
     forward = _dying(tensors, _dies_at(case))
-    symbols = one.symbols | {size.text: int(size) for size in (C, Y, W, H)}
-    return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W, H)), notes=())
+    symbols = one.symbols | {size.text: int(size) for size in (C, Y, W, rows.D, rows.H)}
+    return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W, rows)), notes=())
 
 
-def _pitch(dtype, version, d, h):
-    """Elements from one hidden row to the next, where a version can run; 7_persistent does as 3_mma can."""
-    return gemm.row_pitch(version, h) if gemm.portable_version(dtype, d, h) == "3_mma" else h
+class _Rows:
+    """The rows of one step whose bytes follow from sectors of the L2 cache: pitches, and copies for one product.
+
+    A copy has the name of what it copies, with a star.
+    """
+
+    def __init__(self, case: _Case, version: str):
+        self.case = case
+        portable = gemm.portable_version(case.dtype, case.d, case.h)
+        self.version = version if portable == "3_mma" else portable  # 7_persistent runs where 3_mma does
+        self.D, self.H = self._pitch("D", case.d), self._pitch("H", case.h)
+
+    def _pitch(self, name: str, width: Size) -> Size:
+        pitch = gemm.row_pitch(self.version, width)
+        return width if pitch == width else Size(name, pitch)
+
+    def of_tokens(self, name: str, until: str) -> list[Tensor]:
+        """The copy of tokens (L, d), if there is one."""
+        s = self.case
+        copies = self.D != s.d and gemm.copies_tokens(self.version, s.L, s.d, s.R, s.E)
+        return [Tensor(f"{name}*", (s.L, self.D), s.dtype, until=until)] if copies else []
+
+    def of_first_product(self, until: str) -> list[Tensor]:
+        """The copies of x, w1 and w2."""
+        return [*self.of_tokens("x", until), *self.of_projections(self.case.d, until)]
+
+    def of_projections(self, lines: Size, until: str) -> list[Tensor]:
+        """The copies of so many lines (h) of each expert's w1 and w2."""
+        names = ("w1", "w2")[: 1 + self.case.gated] if self.H != self.case.h else ()
+        return [copy for name in names for copy in self._of(name, lines, self.H, until)]
+
+    def of_w3(self, columns: Size, until: str) -> list[Tensor]:
+        """The copy of so many columns of w3: of all, or of a part in whole tiles."""
+        pitch = self.D if columns == self.case.d else columns
+        return self._of("w3", self.case.h, pitch, until) if self.D != self.case.d else []
+
+    def _of(self, name: str, lines: Size, pitch: Size, until: str) -> list[Tensor]:
+        s = self.case
+        copies = gemm.copies_weights(self.version, s.R, s.E * lines)
+        return [Tensor(f"{name}*", (s.E, lines, pitch), s.dtype, until=until)] if copies else []
 
 
 def _dying(tensors, dies_at):
@@ -266,9 +302,7 @@ def _dying(tensors, dies_at):
 
 
 def _y_in_parts(tensors, R, Y):
-    """The forward's tensors, of y only Y columns at a time unless it is kept. y_swi then lives until the output."""
-    if any(tensor.name == "y" and tensor.kept for tensor in tensors):
-        return tensors
+    """The forward's tensors, of y only Y columns at a time. y_swi then lives until the output."""
     changes: dict[str, dict[str, Any]] = {"y": {"dims": (R, Y)}, "y_swi": {"until": "out"}}
     return [tensor if tensor.kept else replace(tensor, **changes.get(tensor.name, {})) for tensor in tensors]
 
@@ -276,6 +310,20 @@ def _y_in_parts(tensors, R, Y):
 def _with_gaps(tensors, R, H):
     """The forward's tensors with the gaps between hidden rows, whose pitch is H."""
     return [replace(one, dims=(R, H)) if one.name in (*HIDDEN, "act_a") else one for one in tensors]
+
+
+def _with_copies(tensors, rows):
+    """The forward's tensors with what 7_persistent copies for the first product, and for the columns of y."""
+    tensors = list(tensors)
+    first = next(one.name for one in tensors if one.name in HIDDEN)
+    act_a = any(one.name == "act_a" for one in tensors)  # is made of a once the product has stored y_swi
+    for tensor in tensors:
+        if tensor.name == first:
+            yield from rows.of_first_product("act_a" if act_a else "y_swi")
+        if tensor.name == "y":
+            (_, columns), whole = tensor.dims, tensor.dims[1] == rows.case.d
+            yield from rows.of_w3(columns, "y" if whole else "out")
+        yield tensor
 
 
 def megablocks_step_account(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Account:
@@ -654,7 +702,7 @@ def _moeblaze(s: _Case) -> _Draft:
     notes = [f"moeblaze: {_note_of_router(s)}"]
     if s.saved == ("y_swi",):
         notes.append("moeblaze: of relu y_swi alone is kept: the slope is 1 where y_swi > 0, and relu(y_swi) is y_swi")
-    gap = 2 * (_pitch(s.dtype, gemm.HOPPER, s.d, s.h) - s.h)
+    gap = 2 * (_Rows(s, gemm.HOPPER).H - s.h)
     if gap:
         notes.append(f"moeblaze: 7_persistent leaves {gap} bytes between the rows of a, b and y_swi, not counted here")
     (_, columns), *others = gemm.parts_of_y(gemm.HOPPER, s.R, s.d, s.h)
@@ -739,21 +787,26 @@ def _dies_at(s):
     return {"a": "d_w1", "b": "d_w2", "y_swi": y_swi_until} | dict.fromkeys(("routed_x", "act_a", "y"), "d_out")
 
 
-def _backward(s, C, W, H):
+def _backward(s, C, W, rows):
     """Tensors of the backward in the order of their allocation; a name with a prime is a recomputed tensor."""
-    hidden = (s.R, H)
+    hidden = (s.R, rows.H)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
     if not s.saved:
+        yield from rows.of_first_product("b'" if s.gated else "a'")
         yield Tensor("a'", hidden, s.dtype, until="d_w1")
         if s.gated:
             yield Tensor("b'", hidden, s.dtype, until="d_w2")
+    yield from rows.of_tokens("d_out", "d_w3")
     yield Tensor("gated_y", hidden, s.dtype, until="d_w3")
     yield Tensor("d_gates", (s.L, s.k), s.wide, until="d_logits")
     yield Tensor("gate_of_row", (s.R,), s.wide, until="gate_terms")
+    yield from rows.of_w3(s.d, "gate_terms")
     yield Tensor("gate_terms", (s.R, C), s.wide, until="gate_terms")
     yield Tensor("d_w3", (s.E, s.h, s.d), s.dtype)
     yield Tensor("d_x", (s.L, s.d), s.dtype)
+    yield from rows.of_projections(W, "d_x_rows")
     yield Tensor("d_x_rows", (s.R, W), s.dtype, until="d_x_rows")
+    yield from rows.of_tokens("x", "d_w2" if s.gated else "d_w1")
     yield from _weights_and_router_backward(s)
 
 

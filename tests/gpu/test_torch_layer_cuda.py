@@ -8,7 +8,7 @@ from torch_layers import all_equal, peak_of_step, settled, step
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.backends.raw_cuda.layer import default_version
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.core.config import POLICIES, MoEConfig
+from moeblaze_ref.core.config import POLICIES, MoEConfig, preset
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account, step_account
@@ -70,19 +70,19 @@ def test_the_allocators_peak_is_the_accountings_within_two_percent(policy):
 
 
 STEPS = [(CONFIG.replace(activation=activation), policy) for activation in ("swiglu", "gelu") for policy in POLICIES]
+ODD = MoEConfig(L=32_768, d=1_032, h=1_544, E=2, k=2)  # its tokens and weights are copied, and y exists in three parts
 PARTS = MoEConfig(L=16_384, d=1_024, h=256, E=16, k=4)  # y and the rows of d_x exist in two parts
 
 
 @pytest.mark.usefixtures("one_autograd_thread")
-@pytest.mark.parametrize(("config", "policy"), [*STEPS, (PARTS, "minimal"), (PARTS, "inputs")])
+@pytest.mark.parametrize(
+    ("config", "policy"), [*STEPS, *((config, policy) for config in (PARTS, ODD) for policy in ("minimal", "inputs"))]
+)
 def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(config, policy):
     layer, x = make_layer(config, policy=policy, activation=config.activation), make_x(config)
     version = default_version(config.dtype, config.d, config.h, bridge_to(x.device).executor)
     expected = step_account(config, policy, version).peak_bytes - x.nbytes  # which was there
     assert peak_of_step(layer, x) == pytest.approx(expected, rel=0.02)
-
-
-ODD = MoEConfig(L=32_768, d=1_032, h=1_544, E=2, k=2)  # its tokens and weights are copied, and y exists in two parts
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -101,8 +101,9 @@ def test_gaps_between_odd_rows_are_kept():
 
 
 @pytest.mark.usefixtures("one_autograd_thread")
-def test_the_peak_of_odd_widths_is_not_above_that_without_gaps_and_copies(monkeypatch):
-    layer, x = make_layer(ODD), make_x(ODD)
+def test_the_peak_of_the_preset_odd_is_not_above_that_without_gaps_and_copies(monkeypatch):
+    config = preset("odd").config
+    layer, x = make_layer(config), make_x(config)
     with without_launch_plans():
         found = peak_of_step(layer, x)
         monkeypatch.setattr(gemm, "SECTOR", gemm.ALIGNMENT)

@@ -18,7 +18,7 @@ from without_memory import (
 )
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_cuda_layer
-from moeblaze_ref.core.config import ACTIVATIONS, preset
+from moeblaze_ref.core.config import ACTIVATIONS, MoEConfig, preset
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account, megablocks_step_account, step_account
 from moeblaze_ref.nn import torch_node
@@ -209,6 +209,30 @@ def test_at_full_size_the_peak_of_a_step_is_the_accountings(system, options, ver
     config, sizes = at_full_size(name, system)
     found = max(lifetimes_without_memory(of_the_output, system, version=version, **sizes, **options))
     beside_x = STEP_ACCOUNTS[system](config, version, **options).peak_bytes - 2 * config.L * config.d
+    assert beside_x <= found <= beside_x + 12
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("policy", ["conventional", "paper", "minimal", "inputs"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (100_003, 1_032, 1_544, 24, 3),  # everything is copied, and y exists in three parts
+        (32_768, 2_056, 776, 64, 8),  # the rows of d_x exist in parts, too
+        (32_768, 1_544, 4_096, 16, 4),  # w1 and w2 have no gaps, and w3 is too large to be copied
+        (16_384, 1_024, 4_104, 16, 4),  # tokens have no gaps
+        (16_384, 4_104, 1_032, 32, 4),  # weights are too large
+        (300, 1_032, 1_544, 4, 2),  # there are too few tokens
+        (32_768, 1_028, 1_548, 4, 2),  # 7_persistent does not run
+    ],
+)
+def test_of_odd_widths_the_accounting_has_gaps_and_copies(shape, policy, activation):
+    L, d, h, E, k = shape
+    config = MoEConfig(L=L, d=d, h=h, E=E, k=k, dtype="bfloat16", activation=activation)
+    sizes = {"tokens": L, "d": d, "h": h, "E": E, "k": k, "dtype": torch.bfloat16, "activation": activation}
+    version = "7_persistent" if d % 8 == 0 else "2_tiled"
+    found = max(lifetimes_without_memory(of_the_output, "moeblaze", version=version, policy=policy, **sizes))
+    beside_x = step_account(config, policy, version).peak_bytes - 2 * L * d
     assert beside_x <= found <= beside_x + 12
 
 

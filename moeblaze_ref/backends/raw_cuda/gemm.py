@@ -137,17 +137,26 @@ def _with_pitch(executor: Executor, shape: tuple[int, ...], pitch: int, dtype: s
     return whole if pitch == width else with_gaps(whole, width)
 
 
+def copies_tokens(version: str, L: int, d: int, R: int, E: int) -> bool:
+    """Whether tokens (L, d) whose rows begin inside a sector are copied: 7_persistent gathers them for long groups."""
+    return version == HOPPER and R >= tiles.LONG_GROUP * E and L * row_pitch(version, d) <= MAX_GATHERED
+
+
+def copies_weights(version: str, R: int, lines: int) -> bool:
+    """The same of weights with so many lines in all: 7_persistent has far more hidden rows."""
+    return version == HOPPER and R >= COPIED_FOR * lines
+
+
 def tokens_in_sectors(executor: Executor, version: str, tokens: Array, dispatch: Dispatch) -> Array:
-    """Tokens (L, d) whose rows begin with a sector: a copy, where 7_persistent gathers them for long groups."""
-    if version != HOPPER or dispatch.R < tiles.LONG_GROUP * dispatch.E:
-        return tokens
+    """Tokens (L, d) whose rows begin with a sector: a copy, if `copies_tokens`."""
     L, d = tokens.shape
-    return _in_sectors(executor, tokens) if L * row_pitch(version, d) <= MAX_GATHERED else tokens
+    copies = copies_tokens(version, L, d, dispatch.R, dispatch.E)
+    return _in_sectors(executor, tokens) if copies else tokens
 
 
 def weights_in_sectors(executor: Executor, version: str, weights: Array | None, dispatch: Dispatch) -> Array | None:
-    """Weights of all experts whose rows begin with a sector: a copy, if 7_persistent has far more hidden rows."""
-    if weights is None or version != HOPPER or dispatch.R < COPIED_FOR * math.prod(weights.shape[:-1]):
+    """Weights of all experts whose rows begin with a sector: a copy, if `copies_weights`."""
+    if weights is None or not copies_weights(version, dispatch.R, math.prod(weights.shape[:-1])):
         return weights
     return _in_sectors(executor, weights)
 
