@@ -17,6 +17,7 @@ from moeblaze_ref.core.routers import ROUTERS, Router, Shared
 from moeblaze_ref.nn import routers
 from moeblaze_ref.nn.torch_sequential import SequentialMoE
 from moeblaze_ref.verify.layers import cases, deviations, diagnosis, large, layouts, reference, ways
+from moeblaze_ref.verify.layers.activations import ClampedSwiglu
 from moeblaze_ref.verify.layers.adapter import Adapter, leaves, load, make
 from moeblaze_ref.verify.layers.adapters import factories, grouped, plain, transformers
 from moeblaze_ref.verify.layers.adapters.plain import PlainExperts
@@ -685,6 +686,74 @@ def test_equal_tokens_are_few_rows(monkeypatch):
     few, many = bounds(equal), bounds(case)
     monkeypatch.setattr(deviations, "FEW_ROWS", 0)
     assert few == pytest.approx(2 * bounds(equal)) and many == bounds(case)
+
+
+def test_an_expert_with_few_rows_has_the_bound_of_few_numbers():
+    """The rounding of a row is in all numbers of its expert's gradient."""
+    adapter = next(adapters())
+    pattern = cases.PATTERNS[0]._replace(choose=lambda sizes, _: torch.tensor([[0, 1]] * 58 + [[0, 2]] * 3))
+    case = cases.make(adapter, pattern, torch.bfloat16)
+    of = torch.bfloat16, torch.float32, reference.PLAIN_WAYS
+    whole, of_experts = deviations._computed(cases.spec_of(adapter, 2), case, *of).bounds["gate"]
+    assert of_experts[0] == of_experts[1] and of_experts[2] == 2 * of_experts[0]
+    repeated = case._replace(x=case.x[:1].expand_as(case.x).contiguous())
+    _, equal = deviations._computed(cases.spec_of(adapter, 2), repeated, *of).bounds["gate"]
+    assert equal[0] == equal[1] == equal[2], "the rows of each expert are all alike"
+
+
+def test_the_gradient_of_a_router_has_the_bound_of_as_many_numbers_as_there_are_choices():
+    adapter = plain.moe(d=24, h=40, E=8, k=2, dtype=torch.float32, device="cpu")
+    bounds = {}
+    for L in (100, 200):
+        pattern = cases.PATTERNS[0]._replace(sizes=cases.PATTERNS[0].sizes._replace(L=L))
+        case, spec = cases.make(adapter, pattern, torch.bfloat16), cases.spec_of(adapter, 2)
+        of = torch.bfloat16, torch.float32
+        lost = max(
+            deviations._errors("router", reference.results(spec, case, *of, way)["router"], exact, size)[0]
+            for exact, size in [(reference.exact(spec, case)["router"], reference.sizes(spec, case)["router"])]
+            for way in reference.PLAIN_WAYS
+        )
+        bounds[L] = deviations._computed(spec, case, *of, reference.PLAIN_WAYS).bounds["router"][0] / lost
+    assert bounds[100] >= 4 and bounds[200] == pytest.approx(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_no_rounding_error_decides_what_is_clamped(dtype):
+    pattern = next(pattern for pattern in cases.PATTERNS if pattern.name == "large activations")
+    activation = ClampedSwiglu()
+    plain_experts = partial(plain.experts, biases=True, activation=activation)
+    of_gpt_oss = factories()["transformers/gpt_oss/block/eager"]
+    for factory, seed in itertools.product((plain_experts, of_gpt_oss), range(10)):
+        sizes = pattern.sizes
+        adapter = factory(d=sizes.d, h=sizes.h, E=sizes.E, k=sizes.k, dtype=dtype, device="cpu")
+        case, spec = cases.make(adapter, pattern, dtype, seed), cases.spec_of(adapter, sizes.k)
+        inputs = case.inputs() | case.weights
+        gates = reference.gates_of(spec, inputs, case.topk_index)
+        rounded = {name: value.to(dtype) for name, value in inputs.items()}
+        clamped = [
+            torch.stack([gate > activation.limit, up.abs() > activation.limit])
+            for gate, up in (
+                reference.projections_of_choices(spec, numbers, case.topk_index, gates) for numbers in (inputs, rounded)
+            )
+        ]
+        assert torch.equal(*clamped) and 0.1 < clamped[0].double().mean() < 0.9, seed
+
+
+def test_a_limit_that_is_infinite_is_near_nothing():
+    numbers = torch.tensor([[-7.01, 0.0, 6.0, 6.99, 7.0]])
+    assert ClampedSwiglu().near_a_limit(numbers, torch.zeros(1, 5), 0.002).tolist() == [[False] * 3 + [True] * 2]
+    assert ClampedSwiglu().near_a_limit(torch.zeros(1, 5), numbers, 0.002).tolist() == [
+        [True, False, False, True, True]
+    ]
+    assert not ClampedSwiglu(limit=math.inf).near_a_limit(numbers, numbers, 0.1).any()
+
+
+@pytest.mark.parametrize(("family", "rounds"), [("deepseek_v2", False), ("deepseek_v3", False), ("olmoe", True)])
+def test_a_plain_router_multiplies_in_the_dtype_of_its_family(family, rounds):
+    adapter = plain.moe(d=24, h=16, E=8, k=2, dtype=torch.bfloat16, device="cpu", family=family)
+    x = torch.randn(50, 24).bfloat16()
+    exact = x.float() @ adapter.module.gate.weight.float().T
+    assert torch.equal(adapter.module.logits(x), exact) != rounds
 
 
 def test_the_reference_differentiates_all_inputs():

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
-from math import inf
+from math import inf, isfinite
 
+import torch
 from torch import Tensor
 
 from moeblaze_ref.core.config import CLAMPED_ALPHA, CLAMPED_LIMIT
@@ -38,6 +39,12 @@ class ClampedSwiglu:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """The hidden rows (R, h) for gate (R, h) and up (R, h)."""
         return clamped_swiglu(gate, up, *astuple(self))
+
+    def near_a_limit(self, gate: Tensor, up: Tensor, relative: float) -> Tensor:
+        """Where a number is so close to a limit that a rounding error could clamp it or not: (R, h) bool."""
+        limits = (gate, self.limit), (gate, self.least), (up.abs(), self.limit)
+        near = [(number - limit).abs() <= relative * (1 + abs(limit)) for number, limit in limits if isfinite(limit)]
+        return torch.stack(near).any(0) if near else torch.zeros_like(gate, dtype=torch.bool)
 
     def alternatives(self) -> Iterator["ClampedSwiglu"]:
         """What it is taken for: one constant is missing, or g is clamped on both sides."""

@@ -48,12 +48,13 @@ class Wanted(NamedTuple):
 
     exact: Results  #: of the reference in float64
     sizes: Results  #: of tensors that may vanish, others by which their errors are measured
-    bounds: dict[str, tuple[float, float]]  #: of the error of each whole tensor, and of each part of it
+    bounds: dict[str, tuple[float, Tensor]]  #: of the error of each whole tensor, and of each part of it (n,)
 
     def on(self, device: torch.device) -> "Wanted":
         """The same on another device."""
         exact, sizes = ({name: t.to(device) for name, t in of.items()} for of in (self.exact, self.sizes))
-        return Wanted(exact, sizes, self.bounds)
+        bounds = {name: (of_whole, of_parts.to(device)) for name, (of_whole, of_parts) in self.bounds.items()}
+        return Wanted(exact, sizes, bounds)
 
 
 def wanted(
@@ -77,15 +78,41 @@ def wanted(
 def _computed(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtype, ways: Sequence[Experts]) -> Wanted:
     exact, sizes = reference.exact(spec, case), reference.sizes(spec, case)
     plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in ways]
-    different = len(case.x.unique(dim=0))  # equal rows have equal errors, which no sum averages
+    rows = _different_rows(case)
     bounds = {}
     for name, tensor in exact.items():
         errors = [_errors(name, results[name], tensor, sizes.get(name, tensor)) for results in plain]
         whole, parts = (max(float(e) for e in kind) for kind in zip(*((w, p.max()) for w, p in errors), strict=True))
-        rows = different if name.startswith("shared_") else different * spec.k
-        numel, count = tensor.numel() // (FEW_ELEMENTS if rows < FEW_ROWS else 1), len(errors[0][1])
-        bounds[name] = bound_for(whole, numel, dtype), bound_for(parts, numel // count, dtype)
+        of_parts = rows.of_experts if name in reference.PER_EXPERT else rows.of_all(name)
+        few, many = (bound_for(parts, numel, dtype) for numel in (0, tensor.numel() // len(errors[0][1])))
+        bounds[name] = bound_for(whole, rows.numbers(name, tensor), dtype), torch.where(of_parts < FEW_ROWS, few, many)
     return Wanted(exact, sizes, bounds)
+
+
+class _Rows(NamedTuple):
+    """How many rows the numbers of a gradient come from; equal rows have equal errors, which no sum averages."""
+
+    tokens: int
+    of_experts: Tensor  # (E,)
+    k: int
+
+    def of_all(self, name: str) -> Tensor:
+        """Those of a whole tensor."""
+        return torch.tensor(self.tokens if name.startswith("shared_") else self.tokens * self.k)
+
+    def numbers(self, name: str, tensor: Tensor) -> int:
+        """How many numbers of a whole tensor have errors of their own: a router's have those of the choices' gates."""
+        rows = int(self.of_all(name))
+        if rows < FEW_ROWS:
+            return 0
+        return min(rows, tensor.numel()) if name in ("router", "router_bias") else tensor.numel()
+
+
+def _different_rows(case: Case) -> _Rows:
+    tokens, which = case.x.unique(dim=0, return_inverse=True)
+    pairs = torch.stack([case.topk_index, which[:, None].expand_as(case.topk_index)], 2).flatten(0, 1)  # (R, 2)
+    of_experts = pairs.unique(dim=0)[:, 0].bincount(minlength=case.sizes.E)
+    return _Rows(len(tokens), of_experts, case.sizes.k)
 
 
 def deviations(found: Results, wanted: Wanted) -> list[Deviation]:
@@ -98,8 +125,8 @@ def worst(found: Results, wanted: Wanted) -> float:
     units = 0.0
     for name, tensor in found.items():
         whole, parts = _errors_of(name, tensor, wanted)
-        of_whole, of_part = wanted.bounds[name]
-        worst_of_both = max(whole / of_whole, float(parts.max()) / of_part)
+        of_whole, of_parts = wanted.bounds[name]
+        worst_of_both = max(whole / of_whole, float((parts / of_parts).max()))
         units = max(units, worst_of_both if math.isfinite(worst_of_both) else math.inf)
     return units
 
@@ -118,9 +145,9 @@ def _beyond(name: str, parts: Tensor, wanted: Wanted) -> list[int]:
 
 def _of_tensor(name: str, found: Tensor, wanted: Wanted) -> Iterator[Deviation]:
     whole, parts = _errors_of(name, found, wanted)
-    of_whole, of_part = wanted.bounds[name]
+    of_whole, of_parts = wanted.bounds[name]
     if wrong := _beyond(name, parts, wanted):
-        yield Deviation(name, f"{PARTS[name][0]} {wrong[0]}", float(parts[wrong[0]]), of_part)
+        yield Deviation(name, f"{PARTS[name][0]} {wrong[0]}", float(parts[wrong[0]]), float(of_parts[wrong[0]]))
     elif not whole <= of_whole:
         yield Deviation(name, None, whole, of_whole)
 

@@ -97,7 +97,9 @@ class PlainMoE(nn.Module):
         return routing.topk_experts, routing.gates
 
     def logits(self, x: Tensor) -> Tensor:
-        """The router's logits (L, E) in float32."""
+        """The router's logits (L, E) in float32; some routers multiply in it, too."""
+        if self.router.float32_product:
+            return F.linear(x.float(), self.gate.weight.float())
         logits: Tensor = self.gate(x)
         return logits.float()
 
