@@ -108,7 +108,7 @@ class _Note:
     def __init__(self, device: torch.device, k: int, rule: str):
         self._device, self._rule = device, rule
         self._found = torch.zeros(1 + k, dtype=torch.int64, device=device)  # the token's number + 1, its ids; or zeros
-        self._read = torch.zeros(1 + k, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._read = torch.zeros(1 + k, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     def take(self, ids: Tensor, wrong: Tensor) -> None:
         """Write down the first token that is wrong (L,), if one is, without waiting for the device."""

@@ -117,6 +117,17 @@ def test_a_right_call_does_not_take_back_what_the_device_found():
     assert raised_by(check_given_ids) == message_of(make().topk_index[TOKEN].tolist())
 
 
+def test_the_host_reads_a_note_whatever_torchs_default_device_is():
+    ids = make().topk_index
+    with torch.device("meta"):
+        note = given_ids._Note(torch.device("cpu"), K, "no more is allowed")
+        note.take(ids, torch.arange(L, device="cpu") == TOKEN)
+        with pytest.raises(
+            ValueError, match=rf"topk_index\[{TOKEN}\] of an earlier call on cpu is .* no more is allowed"
+        ):
+            note.look()
+
+
 def test_calls_of_all_sizes_are_heard_of():
     ids = make(k=2).topk_index.clone()
     ids[1] = torch.tensor([7, 7])

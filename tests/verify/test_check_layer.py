@@ -717,6 +717,13 @@ def test_the_gradient_of_a_router_has_the_bound_of_as_many_numbers_as_there_are_
     assert bounds[100] >= 4 and bounds[200] == pytest.approx(2)
 
 
+def test_numbers_much_larger_than_the_others_count_alone():
+    normal, counted = torch.randn(3000, 10, dtype=torch.float64), deviations._numbers_that_count
+    assert 27_000 < counted(normal) <= 30_000 and counted(torch.ones(7)) == 7 and counted(torch.zeros(5)) == 0
+    normal[:20] *= 1000
+    assert 150 < counted(normal) < 250
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_no_rounding_error_decides_what_is_clamped(dtype):
     pattern = next(pattern for pattern in cases.PATTERNS if pattern.name == "large activations")

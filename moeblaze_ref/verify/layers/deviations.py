@@ -101,11 +101,19 @@ class _Rows(NamedTuple):
         return torch.tensor(self.tokens if name.startswith("shared_") else self.tokens * self.k)
 
     def numbers(self, name: str, tensor: Tensor) -> int:
-        """How many numbers of a whole tensor have errors of their own: a router's have those of the choices' gates."""
+        """How many numbers with errors of their own make up a whole tensor: a router's have those of the gates."""
         rows = int(self.of_all(name))
         if rows < FEW_ROWS:
             return 0
-        return min(rows, tensor.numel()) if name in ("router", "router_bias") else tensor.numel()
+        counted = _numbers_that_count(tensor)
+        return min(rows, counted) if name in ("router", "router_bias") else counted
+
+
+def _numbers_that_count(tensor: Tensor) -> int:
+    """All numbers, if they are like those of a normal distribution; fewer, if some are much larger than the others."""
+    squares = tensor.square()
+    counted = 3 * squares.sum().square() / squares.square().sum()  # of no number but zero NaN
+    return min(tensor.numel(), int(counted.nan_to_num(0.0)))
 
 
 def _different_rows(case: Case) -> _Rows:
@@ -186,7 +194,8 @@ def bound_for(lost: float, numel: int, dtype: torch.dtype) -> float:
     """Twice what plain torch loses, or four times in few elements; at least float32's bound, or that of few elements.
 
     In few elements the ratio is noise: 129 bfloat16 numbers that are summed in another order lose half as much or
-    twice. Gradients that come from a few rows count as few elements: the rounding of a row is in all of them.
+    twice. Gradients that come from a few rows count as few elements: the rounding of a row is in all of them. So do
+    tensors in which a few numbers are much larger than the others.
     """
     if numel >= FEW_ELEMENTS:
         return max(2 * lost, BOUNDS["float32"])
