@@ -256,7 +256,7 @@ def of_a_plan(done):
 
 
 def of_measured_plans(done):
-    return [patch.object(recorded, "_rows", does(done, []))]
+    return [patch.object(recorded, "_rows", does(done, [[]]))]
 
 
 def of_a_league(done):
