@@ -83,8 +83,9 @@ def _computed(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtyp
     for name, tensor in exact.items():
         errors = [_errors(name, results[name], tensor, sizes.get(name, tensor)) for results in plain]
         whole, parts = (max(float(e) for e in kind) for kind in zip(*((w, p.max()) for w, p in errors), strict=True))
-        of_parts = rows.of_experts if name in reference.PER_EXPERT else rows.of_all(name)
-        few, many = (bound_for(parts, numel, dtype) for numel in (0, tensor.numel() // len(errors[0][1])))
+        count = len(errors[0][1])
+        of_parts = rows.of_experts if name in reference.PER_EXPERT else rows.of_all(name).expand(count)
+        few, many = (bound_for(parts, numel, dtype) for numel in (0, tensor.numel() // count))
         bounds[name] = bound_for(whole, rows.numbers(name, tensor), dtype), torch.where(of_parts < FEW_ROWS, few, many)
     return Wanted(exact, sizes, bounds)
 
@@ -97,7 +98,7 @@ class _Rows(NamedTuple):
     k: int
 
     def of_all(self, name: str) -> Tensor:
-        """Those of a whole tensor."""
+        """How many rows a whole tensor comes from."""
         return torch.tensor(self.tokens if name.startswith("shared_") else self.tokens * self.k)
 
     def numbers(self, name: str, tensor: Tensor) -> int:
