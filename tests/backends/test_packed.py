@@ -123,12 +123,14 @@ def test_any_number_of_blocks_that_stay_gives_the_same_bits(layout):
 
 
 @every_layout
-def test_in_parts_the_bits_are_the_same(layout, monkeypatch):
-    """Of y, and of the rows that sum to d_x, where 7_persistent divides the columns."""
-    case = make_case(70, 304, 16, 3, 2).astype("bfloat16")
+@pytest.mark.parametrize(("d", "h", "of_d_x"), [(304, 16, 2), (264, 272, 1)])
+def test_in_parts_the_bits_are_the_same(layout, d, h, of_d_x, monkeypatch):
+    """Of y, and of the rows that sum to d_x where d is larger, 7_persistent divides the columns."""
+    case = make_case(70, d, h, 3, 2).astype("bfloat16")
     whole = run("7_persistent", layout, Quick(), case)
     monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
-    assert len(gemm.parts_of_rows("7_persistent", case.L * case.k, 304, 16)) == 2
+    sizes = "7_persistent", case.L * case.k, d, h
+    assert len(gemm.parts_of_y(*sizes)) == 2 and len(gemm.parts_of_rows(*sizes)) == of_d_x
     parts = run("7_persistent", layout, Quick(), case)
     for name in NAMES:
         np.testing.assert_array_equal(parts[name], whole[name], err_msg=name)
