@@ -234,7 +234,7 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
 
     The version, a tiled one of the expert stages, decides how many columns of y and of the rows of d_x exist at one
     time, and the pitch of hidden rows. Its tile is the default one: a GPU's own table of tiles may have another.
-    Where d or h is no multiple of 16, 7_persistent may copy tokens or weights for one product; those are counted, too.
+    Where d or h is no multiple of 16, 7_persistent may copy tokens or weights for one product; the copies are counted.
 
     Raises
     ------

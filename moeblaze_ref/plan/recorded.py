@@ -35,11 +35,12 @@ def run(command: str, description: str, measure: Callable[..., Rows], cases: Seq
     try:
         path = records.file_named(given.record)
         provenance.check_place(path, command, given.force)
-        found = provenance.resumed(path, command, {}, parts) if given.resume else {}
-        rows, before = found.get("rows", []), found.get("cases", len(cases) if found else 0)
-        for done, more in enumerate(_rows(measure, cases[before:]), start=before + 1):
+        asked = {"cases": [str(case) for case in cases]}
+        found = provenance.resumed(path, command, asked, parts) if given.resume else {}
+        rows, before = found.get("rows", []), found.get("measured", 0)
+        for measured, more in enumerate(_rows(measure, cases[before:]), start=before + 1):
             rows = rows + more
-            provenance.record(path, command, {"rows": rows, "cases": done}, given.force, parts)
+            provenance.record(path, command, asked | {"measured": measured, "rows": rows}, given.force, parts)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

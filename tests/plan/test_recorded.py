@@ -47,7 +47,7 @@ def test_what_was_measured_before_an_interruption_is_kept(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(measure=fails_at_the_second)
     record = json.loads((tmp_path / "record.json").read_text())
-    assert record["rows"] == measured("a") and record["cases"] == 1
+    assert record["rows"] == measured("a") and record["measured"] == 1
 
 
 def test_resume_measures_what_is_left(run):
@@ -65,11 +65,15 @@ def test_without_resume_all_is_measured_anew(run):
     assert seen == CASES and len(record["rows"]) == 6
 
 
-def test_a_record_of_before_cases_were_counted_is_whole(run, tmp_path):
-    record, _ = run()
-    del record["cases"]
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    assert run("--resume") == (record, [])
+def test_resume_refuses_a_record_of_other_cases(run, monkeypatch, capsys):
+    run()
+    monkeypatch.setitem(globals(), "CASES", ["a", "c"])
+    with pytest.raises(SystemExit):
+        run("--resume")
+    assert (
+        "record.json cannot be resumed: its cases is ['a', 'b', 'c'], but it must be ['a', 'c']"
+        in capsys.readouterr().err
+    )
 
 
 def test_each_case_has_a_process_of_its_own(capsys):

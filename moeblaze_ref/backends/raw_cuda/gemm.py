@@ -143,7 +143,7 @@ def copies_tokens(version: str, L: int, d: int, R: int, E: int) -> bool:
 
 
 def copies_weights(version: str, R: int, lines: int) -> bool:
-    """The same of weights with so many lines in all: 7_persistent has far more hidden rows."""
+    """The same of weights with so many lines in all: copied if 7_persistent has far more hidden rows than lines."""
     return version == HOPPER and R >= COPIED_FOR * lines
 
 

@@ -1,10 +1,9 @@
 """Activations with parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
-from math import inf, isfinite
+from math import inf
 
-import torch
 from torch import Tensor
 
 from moeblaze_ref.core.config import CLAMPED_ALPHA, CLAMPED_LIMIT
@@ -40,11 +39,22 @@ class ClampedSwiglu:
         """The hidden rows (R, h) for gate (R, h) and up (R, h)."""
         return clamped_swiglu(gate, up, *astuple(self))
 
-    def near_a_limit(self, gate: Tensor, up: Tensor, relative: float) -> Tensor:
-        """Where a number is so close to a limit that a rounding error could clamp it or not: (R, h) bool."""
-        limits = (gate, self.limit), (gate, self.least), (up.abs(), self.limit)
-        near = [(number - limit).abs() <= relative * (1 + abs(limit)) for number, limit in limits if isfinite(limit)]
-        return torch.stack(near).any(0) if near else torch.zeros_like(gate, dtype=torch.bool)
+    def with_limits_moved(self, relative: float) -> Callable[[Tensor, Tensor], Tensor]:
+        """The same function, whose derivative is that of one with other limits: what a rounding error may make of it.
+
+        Only numbers between a limit and the moved one have another derivative.
+        """
+        factor = 1 + relative
+
+        def clamped(number: Tensor, least: float, limit: float) -> Tensor:
+            moved = number.clamp(least * factor, limit * factor)
+            return moved + (number.clamp(least, limit) - moved).detach()
+
+        def moved(gate: Tensor, up: Tensor) -> Tensor:
+            inner = replace(self, limit=inf, least=-inf)
+            return inner(clamped(gate, self.least, self.limit), clamped(up, -self.limit, self.limit))
+
+        return moved
 
     def alternatives(self) -> Iterator["ClampedSwiglu"]:
         """What it is taken for: one constant is missing, or g is clamped on both sides."""

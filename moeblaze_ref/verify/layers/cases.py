@@ -1,8 +1,8 @@
 """Hard routings and sizes, and the numbers of a step for each.
 
 If the routing is given, it is the pattern. If the router is inside, x is chosen such that the router's logits lead to
-the pattern. Tokens are drawn again whose choice a rounding error could change, or for which it could decide whether a
-number is clamped. So every right layer makes the same choice, and has nearly the same gradients.
+the pattern. Tokens whose choice a rounding error could change are drawn again, so every right layer makes the same
+choice.
 """
 
 import itertools
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from moeblaze_ref.core.routers import Router, named
 from moeblaze_ref.nn import routers
-from moeblaze_ref.nn.routers import Routing
 from moeblaze_ref.verify.layers import layouts
 from moeblaze_ref.verify.layers.adapter import Adapter, Sizes
 from moeblaze_ref.verify.layers.layouts import ROLES, Layout, Weights
-from moeblaze_ref.verify.layers.reference import Case, Spec, projections_of_choices, route
+from moeblaze_ref.verify.layers.reference import Case, Spec, route
 
 Generator = torch.Generator
 # Scales of the selection bias: the small one changes the choice of groups alone, so patterns have their routing.
@@ -176,12 +175,12 @@ def make(
     generator = _generator(pattern, "inputs", seed, step)
     wanted = pattern.choose(sizes, generator)
     d_out = _normal((sizes.L, sizes.d), generator).to(dtype).double()
-    draw = _Draw(spec, weights, dtype, generator)
     if spec.router is None:
+        x = _normal((sizes.L, sizes.d), generator).to(dtype).double()
         gates = pattern.gates(wanted.shape, generator).to(adapter.gate_dtype or dtype).double()
-        return Case(pattern.name, sizes, draw.given(sizes, wanted, gates), weights, wanted, gates, d_out)
-    x = draw.routed(sizes, wanted, pattern.logits)
-    return Case(pattern.name, sizes, x, weights, route(spec, weights | {"x": x}).topk_experts, None, d_out)
+        return Case(pattern.name, sizes, x, weights, wanted, gates, d_out)
+    x, chosen = _routed_input(spec, pattern, weights, wanted, dtype, generator)
+    return Case(pattern.name, sizes, x, weights, chosen, None, d_out)
 
 
 def _generator(pattern: Pattern, *key: object) -> Generator:
@@ -209,7 +208,7 @@ def _scale(role: str, shape: tuple[int, ...]) -> float:
     return 0.5 if role.endswith("bias") else float(shape[-2]) ** -0.5
 
 
-TRIES = 256  # draws of a token
+TRIES = 64  # draws of a token whose choice is a near tie
 DISTURBANCES = 64
 RELATIVE = 0.02  # a disturbance, of 1 + |logit|: bfloat16 rounds by 0.004
 
@@ -227,57 +226,20 @@ def nearby(spec: Spec, case: Case, dtype: torch.dtype, seed: int = 0) -> Case:
     return Case(case.name, case.sizes, x, weights, index, gates, moved(case.d_out))
 
 
-class _Draw(NamedTuple):
-    """Draws the tokens of a case, some of them again."""
-
-    spec: Spec
-    weights: Weights
-    dtype: torch.dtype
-    generator: Generator
-
-    def given(self, sizes: Sizes, topk_index: Tensor, gates: Tensor) -> Tensor:
-        """Return x (L, d) for a routing that is given."""
-
-        def draw(rows: Tensor) -> Tensor:
-            return _normal((len(rows), sizes.d), self.generator)
-
-        return self._until(sizes, draw, lambda x, rows: self._is_smooth(x, topk_index[rows], gates[rows]))
-
-    def routed(self, sizes: Sizes, wanted: Tensor, scale: float) -> Tensor:
-        """Return x (L, d) whose logits are large at the experts that are wanted (L, k)."""
-
-        def draw(rows: Tensor) -> Tensor:
-            return _input_for(wanted[rows], scale, self.weights, self.generator)
-
-        def is_settled(x: Tensor, rows: Tensor) -> Tensor:
-            routing = route(self.spec, self.weights | {"x": x})
-            settled = _is_settled(self.spec, routing, self.weights, self.generator)
-            return settled & self._is_smooth(x, routing.topk_experts, routing.gates)
-
-        return self._until(sizes, draw, is_settled)
-
-    def _until(
-        self, sizes: Sizes, draw: Callable[[Tensor], Tensor], is_settled: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """Tokens that are drawn until they are settled; both functions are called with the rows that are open."""
-        x = torch.zeros(sizes.L, sizes.d, dtype=torch.float64)
-        rows = torch.arange(sizes.L)
-        for _ in range(TRIES):
-            x[rows] = draw(rows).to(self.dtype).double()
-            rows = rows[~is_settled(x[rows], rows)]
-            if len(rows) == 0:
-                return x
-        raise ValueError(
-            f"{sizes}: a router near a tie, or numbers near a limit, for {len(rows)} tokens, whatever x is"
-        )
-
-    def _is_smooth(self, x: Tensor, topk_index: Tensor, gates: Tensor) -> Tensor:
-        """Whether no rounding error decides what the activation clamps: (n,) bool."""
-        near_a_limit = getattr(self.spec.activation, "near_a_limit", None)
-        if near_a_limit is None:
-            return torch.ones(len(x), dtype=torch.bool)
-        gate, up = projections_of_choices(self.spec, self.weights | {"x": x}, topk_index, gates)
-        return ~near_a_limit(gate, up, torch.finfo(self.dtype).eps).flatten(1).any(1)
+def _routed_input(
+    spec: Spec, pattern: Pattern, weights: Weights, wanted: Tensor, dtype: torch.dtype, generator: Generator
+) -> tuple[Tensor, Tensor]:
+    """Return x whose logits are large at the experts that are wanted, and what the router then chooses."""
+    sizes = pattern.sizes
+    x = torch.zeros(sizes.L, sizes.d, dtype=torch.float64)
+    open_rows = torch.arange(sizes.L)
+    for _ in range(TRIES):
+        rows = _input_for(wanted[open_rows], pattern.logits, weights, generator).to(dtype).double()
+        x[open_rows] = rows
+        open_rows = open_rows[~_is_settled(spec, rows, weights, generator)]
+        if len(open_rows) == 0:
+            return x, route(spec, weights | {"x": x}).topk_experts
+    raise ValueError(f"{sizes}: the router comes near a tie for {len(open_rows)} tokens, whatever x is")
 
 
 def _input_for(wanted: Tensor, scale: float, weights: Weights, generator: Generator) -> Tensor:
@@ -290,10 +252,10 @@ def _input_for(wanted: Tensor, scale: float, weights: Weights, generator: Genera
     return noise + (change - noise @ weights["router"]) @ torch.linalg.pinv(weights["router"])
 
 
-def _is_settled(spec: Spec, routing: Routing, weights: Weights, generator: Generator) -> Tensor:
+def _is_settled(spec: Spec, x: Tensor, weights: Weights, generator: Generator) -> Tensor:
     """Whether disturbed logits lead to the same choice: (n,) bool."""
     assert spec.router is not None
-    logits, _, chosen, _ = routing
+    logits, _, chosen, _ = route(spec, weights | {"x": x})
     noise = 2 * torch.rand(DISTURBANCES, *logits.shape, generator=generator, dtype=torch.float64) - 1
     moved = (logits + RELATIVE * (1 + logits.abs()) * noise).flatten(0, 1)
     disturbed = routers.choose(moved, spec.k, spec.router, weights.get("selection_bias")).topk_experts

@@ -17,6 +17,7 @@ PARTS = {"out": ("token", 0), "x": ("token", 0), "topk_weights": ("token", 0)} |
     role: ("expert", axes.index("E")) for role, axes in ROLES.items() if "E" in axes
 }
 FEW_ROWS = 8
+LEAST_MOVE = 2.0**-20  # of a limit, relative: as much as a sum in float32 may be off
 # What is wanted of small cases is remembered: the ways of running a layer share them, and so do layers of a kind.
 MOST_KNOWN = 256
 SMALL_CASE = 2**19  # elements
@@ -77,7 +78,9 @@ def wanted(
 
 def _computed(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtype, ways: Sequence[Experts]) -> Wanted:
     exact, sizes = reference.exact(spec, case), reference.sizes(spec, case)
-    plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in ways]
+    plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in ways] + _with_limits_moved(
+        spec, case, dtype
+    )
     rows = _different_rows(case)
     bounds = {}
     for name, tensor in exact.items():
@@ -85,9 +88,22 @@ def _computed(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtyp
         whole, parts = (max(float(e) for e in kind) for kind in zip(*((w, p.max()) for w, p in errors), strict=True))
         count = len(errors[0][1])
         of_parts = rows.of_experts if name in reference.PER_EXPERT else rows.of_all(name).expand(count)
-        few, many = (bound_for(parts, numel, dtype) for numel in (0, tensor.numel() // count))
-        bounds[name] = bound_for(whole, rows.numbers(name, tensor), dtype), torch.where(of_parts < FEW_ROWS, few, many)
+        few, many = (bound_for(parts, numbers, dtype) for numbers in (0, tensor.numel() // count))
+        bounds_of_parts = torch.full((count,), many, dtype=torch.float64).masked_fill(of_parts < FEW_ROWS, few)
+        bounds[name] = bound_for(whole, rows.numbers(name, tensor), dtype), bounds_of_parts
     return Wanted(exact, sizes, bounds)
+
+
+def _with_limits_moved(spec: Spec, case: Case, dtype: torch.dtype) -> list[Results]:
+    """Results of an activation with limits, where numbers that are nearly at a limit are clamped, or are not.
+
+    A rounding error decides that, and the derivative jumps there. No list entry if the activation has no limits.
+    """
+    moved = getattr(spec.activation, "with_limits_moved", None)
+    if moved is None:
+        return []
+    relative = max(torch.finfo(dtype).eps, LEAST_MOVE)
+    return [reference.exact(spec._replace(activation=moved(by)), case) for by in (relative, -relative)]
 
 
 class _Rows(NamedTuple):
@@ -102,7 +118,7 @@ class _Rows(NamedTuple):
         return torch.tensor(self.tokens if name.startswith("shared_") else self.tokens * self.k)
 
     def numbers(self, name: str, tensor: Tensor) -> int:
-        """How many numbers with errors of their own make up a whole tensor: a router's have those of the gates."""
+        """How many numbers of a whole tensor have errors of their own: of a router's gradient one for each choice."""
         rows = int(self.of_all(name))
         if rows < FEW_ROWS:
             return 0
@@ -113,7 +129,7 @@ class _Rows(NamedTuple):
 def _numbers_that_count(tensor: Tensor) -> int:
     """All numbers, if they are like those of a normal distribution; fewer, if some are much larger than the others."""
     squares = tensor.square()
-    counted = 3 * squares.sum().square() / squares.square().sum()  # of no number but zero NaN
+    counted = 3 * squares.sum().square() / squares.square().sum()  # NaN if all are zero
     return min(tensor.numel(), int(counted.nan_to_num(0.0)))
 
 

@@ -138,14 +138,10 @@ def row_by_row(spec: Spec, inputs: Weights, topk_index: Tensor, gates: Tensor) -
 
 def _weighted(spec: Spec, inputs: Weights, topk_index: Tensor, gates: Tensor) -> Tensor:
     """The weighted output (L, k, d) of each choice."""
-    y = _choices(spec, inputs, topk_index, _rows_of_choices(spec, inputs["x"], gates))
-    return y if spec.weighs == "input" else y * gates[..., None].to(y.dtype)
-
-
-def _rows_of_choices(spec: Spec, x: Tensor, gates: Tensor) -> Tensor:
-    """What the expert of each choice takes: (L, k, d)."""
-    rows = x[:, None].expand(-1, gates.shape[1], -1)
-    return rows * gates[..., None].to(x.dtype) if spec.weighs == "input" else rows
+    gate = gates[..., None].to(inputs["x"].dtype)  # (L, k, 1)
+    rows = inputs["x"][:, None].expand(-1, gates.shape[1], -1)  # (L, k, d)
+    y = _choices(spec, inputs, topk_index, rows * gate if spec.weighs == "input" else rows)
+    return y if spec.weighs == "input" else y * gate
 
 
 def weighted_choices(spec: Spec, case: Case) -> Tensor:
@@ -156,23 +152,9 @@ def weighted_choices(spec: Spec, case: Case) -> Tensor:
 
 def _choices(spec: Spec, inputs: Weights, topk_index: Tensor, rows: Tensor) -> Tensor:
     """The output (L, k, d) of each choice for rows (L, k, d), before the gates multiply it."""
-    return expert(spec, _copies(inputs, topk_index), rows.reshape(-1, 1, rows.shape[-1])).view(rows.shape)
-
-
-def _copies(inputs: Weights, topk_index: Tensor) -> Weights:
-    """Each choice's own copy of its expert's weights."""
     copies = {name: w[topk_index.flatten()] for name, w in inputs.items() if name in PER_EXPERT}
-    return copies | {name: bias[:, None] for name, bias in copies.items() if name.endswith("bias")}
-
-
-def projections_of_choices(
-    spec: Spec, inputs: Weights, topk_index: Tensor, gates: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """What the activation takes for each choice: gate and up, or up alone and None; each (L, k, h)."""
-    rows = _rows_of_choices(spec, inputs["x"], gates)
-    found = _projections(spec, _copies(inputs, topk_index), rows.reshape(-1, 1, rows.shape[-1]))
-    a, b = [each if each is None else each.view(*topk_index.shape, -1) for each in found]
-    return a, b  # type: ignore[return-value]  # a is a Tensor
+    biases = {name: bias[:, None] for name, bias in copies.items() if name.endswith("bias")}
+    return expert(spec, copies | biases, rows.reshape(-1, 1, rows.shape[-1])).view(rows.shape)
 
 
 PER_EXPERT = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
@@ -185,13 +167,9 @@ def of_expert(inputs: Weights, e: int) -> Weights:
 
 def expert(spec: Spec, w: Weights, rows: Tensor) -> Tensor:
     """One expert's output (n, d) for rows (n, d)."""
-    return _linear(_act(spec.activation, *_projections(spec, w, rows)), w["down"], w.get("down_bias"))
-
-
-def _projections(spec: Spec, w: Weights, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What an expert's activation takes: gate and up (n, h), or up alone and None."""
-    a = _linear(rows, w["gate" if spec.gated else "up"], w.get("gate_bias" if spec.gated else "up_bias"))
-    return a, _linear(rows, w["up"], w.get("up_bias")) if spec.gated else None
+    a = _linear(rows, w["gate" if spec.gated else "up"], w.get("gate_bias" if spec.gated else "up_bias"))  # (n, h)
+    b = _linear(rows, w["up"], w.get("up_bias")) if spec.gated else None  # (n, h)
+    return _linear(_act(spec.activation, a, b), w["down"], w.get("down_bias"))
 
 
 def _act(activation: Activation, a: Tensor, b: Tensor | None) -> Tensor:

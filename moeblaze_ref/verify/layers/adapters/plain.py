@@ -99,7 +99,9 @@ class PlainMoE(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """The router's logits (L, E) in float32; some routers multiply in it, too."""
         if self.router.float32_product:
-            return F.linear(x.float(), self.gate.weight.float())
+            return F.linear(
+                x.float(), self.gate.weight.float(), None if self.gate.bias is None else self.gate.bias.float()
+            )
         logits: Tensor = self.gate(x)
         return logits.float()
 
