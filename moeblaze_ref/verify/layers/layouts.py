@@ -55,8 +55,8 @@ class Layout(NamedTuple):
     num_experts: int = 1
 
     @classmethod
-    def parse(cls, text: str, num_experts: int = 1) -> "Layout":
-        """Read a layout.
+    def parse(cls, text: str, num_experts: int = 1, of_one: bool = False) -> "Layout":
+        """Read a layout; ``of_one`` says that messages are about the parameter of one expert.
 
         Raises
         ------
@@ -77,7 +77,8 @@ class Layout(NamedTuple):
         plain = ROLES[roles[0]]
         right = {plain, plain[1:]} if plain[0] == "E" else {plain}
         if not any(sorted(layout.plain) == sorted(wanted) for wanted in right) or layout._fuses != len(roles) - 1:
-            allowed = " or ".join(repr(form) for form in _forms(plain, len(roles) > 1))
+            shown = plain[1:] if of_one and plain[0] == "E" else plain
+            allowed = " or ".join(repr(form) for form in _forms(shown, len(roles) > 1))
             raise ValueError(
                 f"the layout {text!r} has the axes {axes!r}, but it must have those of {allowed}, in any order"
             )
@@ -149,8 +150,8 @@ def places(layouts: Mapping[str, str], num_experts: int) -> list[Place]:
     """
     found: list[Place] = []
     for name, text in layouts.items():
-        layout = Layout.parse(text, num_experts)
         each = "*" in name
+        layout = Layout.parse(text, num_experts, of_one=each)
         if each == ("E" in layout.axes) and ROLES[layout.roles[0]][0] == "E":
             wrong = "one parameter an expert, so its layout has no E" if each else "all experts, so its layout has an E"
             raise ValueError(f"{name!r} stands for {wrong}: {text!r}")
