@@ -235,6 +235,7 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
     The version, a tiled one of the expert stages, decides how many columns of y and of the rows of d_x exist at one
     time, and the pitch of hidden rows. Its tile is the default one: a GPU's own table of tiles may have another.
     Where d or h is no multiple of 16, 7_persistent may copy tokens or weights for one product; the copies are counted.
+    A copy has the name of what it copies, with a star.
 
     Raises
     ------
@@ -255,10 +256,7 @@ def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> 
 
 
 class _Rows:
-    """The rows of one step whose bytes follow from sectors of the L2 cache: pitches, and copies for one product.
-
-    A copy has the name of what it copies, with a star.
-    """
+    """The rows of one step whose bytes follow from sectors of the L2 cache: pitches, and copies for one product."""
 
     def __init__(self, case: _Case, version: str):
         self.case = case

@@ -70,10 +70,8 @@ def test_resume_refuses_a_record_of_other_cases(run, monkeypatch, capsys):
     monkeypatch.setitem(globals(), "CASES", ["a", "c"])
     with pytest.raises(SystemExit):
         run("--resume")
-    assert (
-        "record.json cannot be resumed: its cases is ['a', 'b', 'c'], but it must be ['a', 'c']"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "record.json cannot be resumed: its cases is ['a', 'b', 'c'], but it must be ['a', 'c']" in said
 
 
 def test_each_case_has_a_process_of_its_own(capsys):

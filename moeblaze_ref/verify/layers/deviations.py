@@ -78,9 +78,8 @@ def wanted(
 
 def _computed(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtype, ways: Sequence[Experts]) -> Wanted:
     exact, sizes = reference.exact(spec, case), reference.sizes(spec, case)
-    plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in ways] + _with_limits_moved(
-        spec, case, dtype
-    )
+    plain = [reference.results(spec, case, dtype, gate_dtype, way) for way in ways]
+    plain += _with_limits_moved(spec, case, dtype)
     rows = _different_rows(case)
     bounds = {}
     for name, tensor in exact.items():
@@ -97,7 +96,7 @@ def _computed(spec: Spec, case: Case, dtype: torch.dtype, gate_dtype: torch.dtyp
 def _with_limits_moved(spec: Spec, case: Case, dtype: torch.dtype) -> list[Results]:
     """Results of an activation with limits, where numbers that are nearly at a limit are clamped, or are not.
 
-    A rounding error decides that, and the derivative jumps there. No list entry if the activation has no limits.
+    A rounding error decides that, and the derivative jumps there. The list is empty if the activation has no limits.
     """
     moved = getattr(spec.activation, "with_limits_moved", None)
     if moved is None:

@@ -99,9 +99,8 @@ class PlainMoE(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """The router's logits (L, E) in float32; some routers multiply in it, too."""
         if self.router.float32_product:
-            return F.linear(
-                x.float(), self.gate.weight.float(), None if self.gate.bias is None else self.gate.bias.float()
-            )
+            bias = self.gate.bias
+            return F.linear(x.float(), self.gate.weight.float(), None if bias is None else bias.float())
         logits: Tensor = self.gate(x)
         return logits.float()
 
