@@ -27,9 +27,9 @@ def show_source(*functions: Callable) -> Markdown:
 
 def _python_block(function):
     function = inspect.unwrap(function)  # a Numba kernel wraps its Python function
-    source, first = textwrap.dedent(inspect.getsource(function)), inspect.getsourcelines(function)[1]
+    source = textwrap.dedent(inspect.getsource(function))
     path = Path(inspect.getsourcefile(function) or "").relative_to(PACKAGE.parent).as_posix()
-    return block("python", f"{path}, line {first}", _DOCSTRING_SECTIONS.sub("", source, count=1))
+    return block("python", path, _DOCSTRING_SECTIONS.sub("", source, count=1))
 
 
 def block(language: str, caption: str, code: str) -> str:
@@ -52,7 +52,7 @@ def show_kernel(file: str, *functions: str) -> Markdown:
     """
     text = kernel_text(file)
     blocks = [definition(text, name) for name in functions] or [kernel_header(file)]
-    return shown(*(_cuda_block(file, text, code) for code in blocks))
+    return shown(*(block("c++", f"kernels_cuda/{file}", code) for code in blocks))
 
 
 def show_difference(function: str, before: str, after: str) -> Markdown:
@@ -66,11 +66,6 @@ def show_difference(function: str, before: str, after: str) -> Markdown:
     old, new = (definition(kernel_text(file), function).splitlines() for file in (before, after))
     lines = list(difflib.unified_diff(old, new, n=len(old) + len(new), lineterm=""))[3:]  # less its own header
     return shown(block("diff", f"{function}: kernels_cuda/{before} -> kernels_cuda/{after}", "\n".join(lines)))
-
-
-def _cuda_block(file, text, code):
-    first = text[: text.index(code)].count("\n") + 1
-    return block("c++", f"kernels_cuda/{file}, line {first}", code)
 
 
 def defined(text: str) -> list[str]:
