@@ -1,9 +1,9 @@
 """Which calls of a layer's node replay a launch plan: see `runtime.launch_plan`.
 
-A plan belongs to a key: the system with its options, the device and its stream, and the layout of every tensor that the
-call is given. The first call with a key runs the stages, the second is recorded, and each later one replays. What
-cannot be replayed runs the stages each time: a call that waits for the device, one without a C++ compiler, one under a
-dispatch mode of torch's such as FakeTensorMode, and one that a CUDA graph captures.
+A plan belongs to a key: the system with its options and its own tensors, the device and its stream, and the layout of
+every tensor that the call is given. The first call with a key runs the stages, the second is recorded, and each later
+one replays. What cannot be replayed runs the stages each time: a call that waits for the device, one without a C++
+compiler, one under a dispatch mode of torch's such as FakeTensorMode, and one that a CUDA graph captures.
 """
 
 import logging
@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeblaze_ref.nn.torch_node import Backward, Forward, System
 from moeblaze_ref.nn.torch_operands import layouts_of
@@ -26,7 +26,7 @@ from moeblaze_ref.runtime.simt.cache import SimtUnavailable
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.runtime.torch_executor import TorchExecutor
 
-CAPACITY = 128  # plans that are kept, those used last
+CAPACITY = 256  # plans that are kept, those used last
 log = logging.getLogger(__name__)
 
 Inputs = list[Tensor | None]
@@ -157,8 +157,7 @@ class Planned(NamedTuple):
             x, *operands, topk_experts = inputs
             return system.forward(bridge, x, kind(*operands), topk_experts)
 
-        key = executor, executor.stream(), system, kind, self.layouts or layouts_of(inputs)
-        found: Forward = _call(executor, key, inputs, run, _flat)
+        found: Forward = _call(executor, system, (kind, self.layouts or layouts_of(inputs)), inputs, run, _flat)
         return found
 
     def backward(self, bridge: Bridge, given: Backward) -> Results:
@@ -178,9 +177,8 @@ class Planned(NamedTuple):
             inputs.clear()
             return system.backward(bridge, given._replace(d_out=d_out, d_losses=d_losses, x=x, weights=weights))
 
-        how = losses, names, given.last, frozenset(given.wanted)
-        key = executor, executor.stream(), system, kind, how, layouts_of(inputs)
-        found: Results = _call(executor, key, inputs, run, lambda gradients: (gradients, list))
+        how = kind, losses, names, given.last, frozenset(given.wanted), layouts_of(inputs)
+        found: Results = _call(executor, system, how, inputs, run, lambda gradients: (gradients, list))
         return found
 
 
@@ -207,12 +205,14 @@ def _planner(bridge: Bridge) -> TorchExecutor | None:
 
 def _call(
     executor: TorchExecutor,
-    key: tuple[Any, ...],
+    system: System,
+    how: tuple[Any, ...],
     inputs: Inputs,
     run: Callable[[Inputs], Any],
     flat: Callable[[Any], tuple[Results, Form] | None],
 ) -> Any:
     """What ``run`` returns, or its plan in its place: ``flat`` makes a list of tensors of it."""
+    key = executor, executor.stream(), system, how
     found = _cache.find(key)
     if type(found) is _Ready:
         present: Inputs = [tensor for tensor in inputs if tensor is not None]
@@ -220,11 +220,12 @@ def _call(
         return found.form(found.plan.run(present, executor.stream()))
     if found is None:
         _cache.put(key, _State.SEEN)
-    return _record(executor, key, inputs, run, flat) if found is _State.SEEN else run(inputs)
+    return _record(executor, system, key, inputs, run, flat) if found is _State.SEEN else run(inputs)
 
 
 def _record(
     executor: TorchExecutor,
+    system: System,
     key: Any,
     inputs: Inputs,
     run: Callable[[Inputs], Any],
@@ -234,11 +235,18 @@ def _record(
     alone = iter(without_overlap([tensor for tensor in inputs if tensor is not None]))
     inputs[:] = [None if tensor is None else next(alone) for tensor in inputs]
     del alone
-    with recording([tensor for tensor in inputs if tensor is not None]) as recorder:
+    with recording([tensor for tensor in inputs if tensor is not None], own_tensors(system)) as recorder:
         value = run(inputs)
     flattened = flat(value)
     _cache.put(key, _State.REFUSED if flattened is None else _plan(executor, recorder, *flattened))
     return value
+
+
+def own_tensors(system: System) -> list[Tensor]:
+    """The tensors that a system has besides what it is given: its fields, and the buffers of those that are modules."""
+    fields: tuple[Any, ...] = tuple(cast(Any, system))
+    buffers = [tensor for field in fields if isinstance(field, nn.Module) for tensor in field.buffers()]
+    return [field for field in fields if isinstance(field, Tensor)] + buffers
 
 
 def _plan(executor: TorchExecutor, recorder: Recorder, results: Results, form: Form) -> _Ready | _State:

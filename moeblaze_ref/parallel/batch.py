@@ -6,6 +6,7 @@ from torch import Tensor
 from moeblaze_ref.backends.raw_cuda.gating import expert_shares
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.parallel.ranks import RankGroup
+from moeblaze_ref.runtime.launch_plan import called
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems.layer import GatingStage, Stages, choose_in_steps
 
@@ -54,6 +55,7 @@ class BatchGating:
         tokens = len(topk_experts)
         shares = self._bridge.tensor(expert_shares(topk_experts, num_experts, self._bridge.executor))
         rows = shares.double() * tokens if tokens else torch.zeros_like(shares, dtype=torch.float64)
-        rows, all_tokens = self._ranks.total(torch.cat([rows, rows.new_full((1,), tokens)])).split([num_experts, 1])
+        together = called(self._ranks.total, torch.cat([rows, rows.new_full((1,), tokens)]))
+        rows, all_tokens = together.split([num_experts, 1])
         all_tokens = all_tokens.clamp(min=1).squeeze()
         self.shares, self.part = (rows / all_tokens).float(), (tokens / all_tokens).float()

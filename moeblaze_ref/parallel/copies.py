@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.parallel.ranks import RankGroup
+from moeblaze_ref.runtime.launch_plan import called
 
 
 def choose(topk_experts: Tensor, rank: int, held: Tensor, num_nodes: int) -> Tensor:
@@ -34,7 +35,7 @@ def choose(topk_experts: Tensor, rank: int, held: Tensor, num_nodes: int) -> Ten
     per_node = G // num_nodes
     single = copies.sum(dim=2, keepdim=True) == 1  # (L, k, 1)
     goes = (copies & single).any(dim=1)  # (L, G): ranks that a token goes to already
-    goes[:, rank] = True
+    goes[:, rank].fill_(True)
     number = torch.arange(tokens, device=held.device)
     homes = torch.empty(tokens, k, dtype=torch.int32, device=held.device)
     for j in range(k):
@@ -138,5 +139,5 @@ class SharedExperts(nn.Module):
 
     def _exchange(self, rows):
         """Return which of the n experts each rank holds too, and its rows of them."""
-        came = self.ranks.exchange(rows[self.places[self.shared]], self.counts, self.counts)
+        came = called(self.ranks.exchange, rows[self.places[self.shared]], self.counts, self.counts)
         return list(zip(self.shared.split(self.counts), came.split(self.counts), strict=True))

@@ -29,8 +29,9 @@ from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.copies import Holders, SharedExperts
 from moeblaze_ref.parallel.ranks import RankGroup, Ranks
 from moeblaze_ref.parallel.state import keep_by_expert
-from moeblaze_ref.parallel.trip import Capacity, Trip, check_capacity
+from moeblaze_ref.parallel.trip import Capacity, Trip, check_capacity, counts_within
 from moeblaze_ref.placement.maps import Copies, Placement
+from moeblaze_ref.runtime.launch_plan import called
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import MoEWeights
@@ -99,7 +100,6 @@ class ExpertParallelMoE(KernelMoE):
     Partial sums travel in the dtype of x.
     """
 
-    has_launch_plans = False  # ranks exchange rows between the launches
     overflowed: Tensor
 
     def __init__(
@@ -223,7 +223,7 @@ class _OverRanks(NamedTuple):
         batch = BatchGating(stages.gating, bridge, self.ranks)
         choice = layer.choose(batch.within(stages), x, weights.wg, self.k, self.renormalize, topk_experts)
         chosen, gates, *losses = bridge.tensors(choice)
-        balance, z = self.ranks.total(torch.stack(losses) * batch.part).unbind()
+        balance, z = called(self.ranks.total, torch.stack(losses) * batch.part).unbind()
         homes = self.holders.homes(chosen)
         way = self.ranks, stages, bridge, homes
         trip, overflowed = (Trip.planned(*way), None) if self.capacity is None else Trip.within(*way, self.capacity)
@@ -233,14 +233,15 @@ class _OverRanks(NamedTuple):
         if overflowed is not None:
             self.note(overflowed, out)
         saved = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
-        return Forward(out, balance, z, chosen, saved, trip.counts)
+        return Forward(out, balance, z, chosen, saved, trip.counts if self.capacity is None else None)
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
         x, weights, arrays, wanted = given.x, given.weights, given.arrays, given.wanted
         chosen = arrays.pop("chosen")
         shares, part = bridge.tensors([arrays.pop("shares"), arrays.pop("part")])
         stages = raw_layer.stages_for(x, weights, bridge.executor)
-        trip = Trip.again(self.ranks, stages, bridge, arrays, self.k, given.counts)
+        counts = given.counts if self.capacity is None else counts_within(self.capacity, self.ranks.size, self.k)
+        trip = Trip.again(self.ranks, stages, bridge, arrays, self.k, counts)
         d_sums = bridge.array(trip.there(bridge.tensor(given.d_out)))
         saved = layer.Saved.of(arrays.pop("rows"), arrays, *self[:4])
         experts = layer.expert_gradients(stages, d_sums, saved, weights, given.last, wanted)
@@ -260,7 +261,7 @@ class _OverRanks(NamedTuple):
             )
         )
         if d_wg is not None:
-            d_wg = self.ranks.total(d_wg.float()).to(d_wg.dtype)
+            d_wg = called(self.ranks.total, d_wg.float()).to(d_wg.dtype)
         return *bridge.arrays([d_x, d_wg]), *self._over_holders(bridge, experts[2:5])
 
     def note(self, overflowed: Tensor, rows: Tensor):

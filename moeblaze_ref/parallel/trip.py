@@ -11,6 +11,7 @@ from moeblaze_ref.backends.raw_cuda.dispatch import build_open, build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Array, Dispatch
 from moeblaze_ref.parallel.ranks import RankGroup
+from moeblaze_ref.runtime.launch_plan import called
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems.layer import Stages
 
@@ -108,8 +109,7 @@ class Trip:
         checks.check_routed_rows(G * rows, homes.shape[1])
         found = build_open(bridge.array(first_slots(homes)), G, bridge.executor)
         copies, real, overflowed = _padded(found.map(bridge.tensor), rows)
-        counts = Counts([rows] * G, [rows] * G, min(capacity.choices, G * rows * homes.shape[1]))
-        return cls(ranks, stages, bridge, copies, counts, real), overflowed
+        return cls(ranks, stages, bridge, copies, counts_within(capacity, G, homes.shape[1]), real), overflowed
 
     @classmethod
     def again(
@@ -133,15 +133,21 @@ class Trip:
         picked = rows[self._copies.expert_token_indices]
         if self._real is not None and absent is not None:
             picked.masked_fill_(~self._real[:, None], absent)
-        return self._ranks.exchange(picked, sent, received)
+        return called(self._ranks.exchange, picked, sent, received)
 
     def back(self, rows: Tensor) -> Tensor:
         """Rows, one for each that came, to their tokens' rank: the sum (L, n) of what came back of each token."""
         sent, received, _ = self.counts
-        returned = self._ranks.exchange(rows, received, sent)
+        returned = called(self._ranks.exchange, rows, received, sent)
         weights = torch.ones(self._copies.L, self._copies.k, device=rows.device)
         arrays = self._bridge.arrays([returned, weights])
         return self._bridge.tensor(self._combine.forward(*arrays, self._copies.map(self._bridge.array)))
+
+
+def counts_within(capacity: Capacity, G: int, k: int) -> Counts:
+    """The row counts of every trip over G ranks with this room."""
+    sent = [capacity.rows] * G
+    return Counts(sent, sent, min(capacity.choices, G * capacity.rows * k))
 
 
 def _kept(name: str) -> str:

@@ -8,6 +8,7 @@ from test_parallel_copies import CopiesCase, assert_holders_have_the_same_bits
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.nn import clear_launch_plans, launch_plan_counts
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
@@ -66,6 +67,26 @@ def test_with_a_capacity_the_host_does_not_wait_and_the_bits_are_the_same():
         for exact, found in run(without_a_wait, GPUS, case, backend="nccl"):
             for name, expected in exact.items():
                 assert torch.equal(found[name], expected), (case.name, name)
+
+
+def replayed(case):
+    """The outcome of a case with room by its stages, the outcomes of its replays, and how many calls they were."""
+    rows = max(case.tokens)
+    room = {"capacity": Capacity(rows, rows * GPUS * case.k)}
+    layer = ExpertParallelMoE(placement=case.placement(), layer=1, ranks=Ranks(), device="cuda", **case.sizes, **room)
+    layer.take(case.whole("cuda"))
+    inputs = [None if each is None else each.split(case.tokens)[layer.ranks.rank] for each in case.inputs("cuda")]
+    clear_launch_plans()
+    found = [{name: tensor.cpu() for name, tensor in outcome(layer, *inputs).items()} for _ in range(5)]
+    return found, tuple(launch_plan_counts())
+
+
+def test_a_replay_calls_the_exchanges_again_and_has_the_bits_of_the_stages():
+    for case in CASES[0], CASES[-1], next(case for case in CASES if case.name == "bfloat16"):
+        for (first, *others), counts in run(replayed, GPUS, case, backend="nccl"):
+            assert counts == (6, 4), case.name  # a forward and a backward each
+            for found in others:
+                assert all(torch.equal(found[name], expected) for name, expected in first.items()), case.name
 
 
 def step_until_killed():

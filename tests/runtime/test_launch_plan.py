@@ -11,7 +11,7 @@ from over_simt import ENCODE, HANDLE, LAUNCH, MULTIPLY, multiply
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeblaze_ref.runtime.declarations import TENSOR_MAP, Parameter
-from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, recording, without_overlap
+from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, called, recording, without_overlap
 from moeblaze_ref.runtime.launch_plan.events import (
     Buffer,
     Launch,
@@ -217,9 +217,9 @@ class CopyDriver(PretendedDriver):
         return status
 
 
-def recorded(call, *inputs):
+def recorded(call, *inputs, own=()):
     """The plan of a call, and its driver, which must live as long."""
-    with recording(inputs) as recorder:
+    with recording(inputs, own) as recorder:
         results = call(*inputs)
     pretended = CopyDriver()
     return Plan(recorder, results, torch.device("cpu"), pretended.driver), pretended
@@ -241,6 +241,72 @@ def test_a_plan_replays_launches_and_operations_in_order():
         second, nothing, part, same = plan.run(inputs, 0)
         assert torch.equal(second, number + torch.arange(4.0)) and nothing is None and same is x and not inputs
         assert torch.equal(part, number + torch.tensor([2.0, 3.0]))
+
+
+def test_what_is_no_operation_is_called_again():
+    """With tensors of the step; what it does inside is not recorded, and it may write over what it is given."""
+    seen = []
+
+    def gathered(rows, counts):
+        seen.append(rows.shape)
+        return torch.cat([row * count for row, count in zip(rows, counts, strict=True)])
+
+    def grown(total):
+        total.numpy()[:] += 1  # as another library would
+        return total
+
+    def call(x):
+        found = called(gathered, x.view(2, 2), [2, 3])
+        total = called(grown, found + 1)
+        (copied,) = launch_on(total)
+        return [found, total[:3], copied]
+
+    plan, _ = recorded(call, torch.zeros(4))
+    assert torch.equal(called(grown, torch.zeros(4)), torch.ones(4))  # without a recorder
+    for number in (1.0, 2.0):
+        found, total, copied = plan.run([torch.full((4,), number)], 0)
+        expected = number * torch.tensor([2.0, 2.0, 3.0, 3.0])
+        assert torch.equal(found, expected)
+        assert torch.equal(total, expected[:3] + 2) and torch.equal(copied, expected + 2)
+    assert len(seen) == 3 and len(plan._parts) == 4
+
+
+def test_a_call_reads_and_writes_its_own_tensors():
+    """They are no inputs, and keep from step to step what was written to them."""
+    scale, sums = torch.arange(4.0), torch.zeros(4)
+
+    def call(x):
+        sums.add_(x * scale)
+        return [sums * 1]
+
+    plan, _ = recorded(call, torch.ones(4), own=[scale, sums])
+    (found,) = plan.run([torch.full((4,), 2.0)], 0)
+    assert torch.equal(found, 3 * scale) and torch.equal(sums, 3 * scale)
+    sums.zero_()
+    plan.run([torch.ones(4)], 0)
+    assert torch.equal(sums, scale)
+
+
+def test_a_kernel_may_write_to_a_tensor_of_the_calls_own():
+    kept = torch.zeros(4)
+
+    def call(x):
+        COPY.launch(x, kept)
+        return []
+
+    plan, _ = recorded(call, torch.zeros(4), own=[kept])
+    plan.run([torch.arange(4.0)], 0)
+    assert torch.equal(kept, torch.arange(4.0))
+
+
+def test_a_tensor_without_elements_is_another_in_each_step():
+    def call(x, nothing):
+        return [torch.cat([x, nothing]), x[:0].view(0, 7), nothing * 2]
+
+    plan, _ = recorded(call, torch.zeros(4), torch.zeros(0))
+    first, second = (plan.run([torch.ones(4), torch.zeros(0)], 0) for _ in range(2))
+    assert torch.equal(first[0], torch.ones(4)) and [tuple(each.shape) for each in first[1:]] == [(0, 7), (0,)]
+    assert all(one is not other for one, other in zip(first, second, strict=True))
 
 
 def products(x, y, copy):
@@ -338,6 +404,8 @@ def with_a_constant(x):
         (lambda x: [x + OUTSIDE], r"a tensor of shape \(4,\) is neither an input nor allocated by the call"),
         (lambda x: [OUTSIDE], r"a tensor of shape \(4,\) is neither an input nor allocated by the call"),
         (with_a_constant, "a kernel writes to a constant"),
+        (lambda x: [torch.full((1,), 0.5).add_(x[:1])], "aten.add_.Tensor writes over a number that each step reads"),
+        (lambda x: [called(torch.neg_, torch.full((1,), 0.5)) + x], "writes over a number that each step reads"),
     ],
 )
 def test_what_cannot_be_replayed_has_no_plan(call, why):

@@ -6,6 +6,6 @@ run of launches is one call of a C function, which writes this step's addresses 
 """
 
 from moeblaze_ref.runtime.launch_plan.plan import Plan
-from moeblaze_ref.runtime.launch_plan.recorder import NoPlan, Recorder, recording, without_overlap
+from moeblaze_ref.runtime.launch_plan.recorder import NoPlan, Recorder, called, recording, without_overlap
 
-__all__ = ["NoPlan", "Plan", "Recorder", "without_overlap", "recording"]
+__all__ = ["NoPlan", "Plan", "Recorder", "called", "recording", "without_overlap"]

@@ -33,7 +33,7 @@ class Buffer:
         Of the tensor that it was born as; strides in elements.
     dtype : torch.dtype
     constant : Tensor or None
-        A number that nothing overwrites, so each step takes this tensor.
+        Each step takes this tensor: a number that nothing overwrites, or one of the call's own.
     """
 
     number: int
@@ -126,7 +126,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of torch's; tensors among the arguments are `View`."""
+    """One operation of torch's, or one call of another library; tensors among the arguments are `View`."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

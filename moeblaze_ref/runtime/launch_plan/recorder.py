@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from moeblaze_ref.runtime.declarations import TENSOR_MAP
@@ -64,18 +64,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
     ----------
     inputs : sequence of Tensor
         All that the call is given. No two share memory: see `without_overlap`.
+    own : sequence of Tensor
+        What else the call reads and writes: the same tensors in each step, which the plan keeps.
 
     Attributes
     ----------
     buffers : list of Buffer
-        The inputs, then what the call allocates.
+        The inputs, the call's own tensors, then what it allocates.
     events : list of Event
     num_inputs : int
     peak : int
         The most bytes that the call's own allocations had at one time, less those of inputs that were freed.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]):
+    def __init__(self, inputs: Sequence[Tensor], own: Sequence[Tensor] = ()):
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers: list[Buffer] = []
         self.events: list[Event] = []
@@ -84,6 +86,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         self._places: list[_Place] = []
         for tensor in inputs:
             self._add(tensor)
+        for tensor in own:
+            self._add(tensor).constant = tensor
+        self._own = {buffer.number for buffer in self.buffers[self.num_inputs :]}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._bury()
@@ -109,10 +114,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
                 self._add(tensor, _allocation(tensor))
             self._multiplied(*matrices, grows=not new)
         elif new or function._schema.is_mutable:
-            args, kwargs = self._views((args, kwargs))
-            fresh = {id(tensor) for tensor in new}
-            numbers = tuple(self._add(result).number if id(result) in fresh else None for result in results)
-            self.events.append(Operation(function, args, kwargs, numbers))
+            self._operated(function, args, kwargs, results, new)
+        self._grow(new)
+
+    def _operated(
+        self, function: Any, args: Any, kwargs: Any, results: Sequence[Tensor], new: Sequence[Tensor]
+    ) -> None:
+        """Note what torch has computed by one function, or another library has."""
+        if any(self._is_number(tensor) for tensor in _written(function, args)):
+            self._refuse(f"{function} writes over a number that each step reads")
+        args, kwargs = self._views((args, kwargs))
+        fresh = {id(tensor) for tensor in new}
+        numbers = tuple(self._add(result).number if id(result) in fresh else None for result in results)
+        self.events.append(Operation(function, args, kwargs, numbers))
+
+    def _grow(self, new: Sequence[Tensor]) -> None:
+        """Count the bytes of new tensors."""
         self._live += sum(in_blocks(tensor.nbytes) for tensor in new)
         self.peak = max(self.peak, self._live)
 
@@ -126,6 +143,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         columns = not tensor.is_contiguous()
         pointer: Any = self._pointer(tensor.data_ptr())
         return Matrix(pointer, columns, tensor.shape[0 if columns else 1], str(tensor.dtype).removeprefix("torch."))
+
+    def called(self, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+        """Call a function that is no operation of torch's, and note it: see `launch_plan.called`."""
+        self._bury()
+        with _disable_current_modes():
+            result = function(*args)
+        new = [result] if result.nbytes and self._place_of(result.data_ptr()) is None else []
+        self._operated(function, args, {}, [result], new)
+        self._grow(new)
+        return result
 
     def launched(
         self,
@@ -159,6 +186,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         NoPlan
             If it lies in no buffer of the call.
         """
+        if not tensor.numel():
+            return self._view_of_nothing(tensor)
         place = self._place_of(tensor.data_ptr())
         if place is None or not _views_as(place.buffer, tensor.dtype):
             raise NoPlan(f"a tensor of shape {tuple(tensor.shape)} is neither an input nor allocated by the call")
@@ -169,6 +198,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             return View(place.buffer.number, None)
         dtype = None if tensor.dtype == place.buffer.dtype else tensor.dtype
         return View(place.buffer.number, (shape, strides, first), dtype)
+
+    def _view_of_nothing(self, tensor: Tensor) -> View:
+        """What finds a tensor without elements, which has no address: a constant without elements, seen anew."""
+        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        buffer = self._add(nothing)
+        buffer.constant = nothing
+        return View(buffer.number, (tuple(tensor.shape), tensor.stride(), 0))
 
     def freed(self) -> set[int]:
         """Numbers of the buffers that have been freed."""
@@ -191,11 +227,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             self._refuse(str(why))
             return (), {}
 
+    def _is_number(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a constant, which nothing may write over."""
+        place = self._place_of(tensor.data_ptr())
+        return place is not None and place.buffer.constant is not None and place.buffer.number not in self._own
+
     def _pointer(self, address: int, writable: bool = False) -> Pointer | int:
         """Where an address lies; that of an empty array, 0, stays as it is."""
         place = self._place_of(address)
         if place is not None:
-            if writable and place.buffer.constant is not None:
+            if writable and place.buffer.constant is not None and place.buffer.number not in self._own:
                 self._refuse("a kernel writes to a constant")
             return Pointer(place.buffer.number, address - place.begin)
         if address:
@@ -239,6 +280,15 @@ def _matrices(
     return (left, right, out) if narrow and packed else None
 
 
+def _written(function: Any, args: Any) -> list[Tensor]:
+    """The tensors among the arguments that a function may write over; of one that has no schema, all."""
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        return [arg for arg in args if isinstance(arg, Tensor)]
+    pairs = zip(args, schema.arguments, strict=False)
+    return [arg for arg, said in pairs if isinstance(arg, Tensor) and said.alias_info and said.alias_info.is_write]
+
+
 def _allocation(tensor: Tensor) -> Callable[[], Tensor]:
     """What allocates such a tensor again."""
     layout = tuple(tensor.shape), tensor.stride()
@@ -249,10 +299,25 @@ _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 current = _recorder.get  # the recorder of this thread, which each launch tells of itself
 
 
+def called(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call a function that is no operation of torch's, such as a collective; a launch plan calls it again.
+
+    Parameters
+    ----------
+    function : callable
+        It returns a tensor, which may be one that it was given. It may write over tensors that it is given. It has no
+        other effect on tensors, and its result's shape and dtype are the same in each step.
+    *args
+        Tensors, numbers, and lists of them.
+    """
+    recorder = current()
+    return function(*args) if recorder is None else recorder.called(function, args)
+
+
 @contextmanager
-def recording(inputs: Sequence[Tensor]) -> Iterator[Recorder]:
-    """Context in which this thread's launches and operations are recorded."""
-    recorder = Recorder(inputs)
+def recording(inputs: Sequence[Tensor], own: Sequence[Tensor] = ()) -> Iterator[Recorder]:
+    """Context in which this thread's launches and operations are recorded: see `Recorder`."""
+    recorder = Recorder(inputs, own)
     del inputs  # which the call may free
     token = _recorder.set(recorder)
     try:
