@@ -64,7 +64,7 @@ __device__ __forceinline__ HiddenGradient hidden_gradient(float a, float b, floa
     return {d_a, d_y * ACTIVATION::act(a) * ACTIVATION::factor_slope(b), gate * y, d * y};
 }
 
-// The same, from where a and b lie to where the gradients do. Returns the term of the gate's gradient.
+// Loads a and b, and stores the gradients of `hidden_gradient`. Returns the term of the gate's gradient.
 __device__ __forceinline__ float store_hidden_gradients(const Scalar* a, const Scalar* b, Scalar* d_a, Scalar* d_b,
                                                         Scalar* gated_y, long long at, float d, float gate) {
     const HiddenGradient found = hidden_gradient(to_float(a[at]), GATED ? to_float(b[at]) : 0.0f, d, gate);

@@ -123,7 +123,7 @@ def memory(found: Found) -> Figure:
     peaks.xaxis.set_major_formatter(FuncFormatter(lambda L, _: f"{L:,.0f}"))
     peaks.yaxis.set_major_formatter(FuncFormatter(lambda gib, _: f"{gib:,.0f}"))
     peaks.set_xlabel("tokens of a step, L")
-    dress(peaks, "GiB at most", "a whole step of training, weights and optimizer included")
+    dress(peaks, "peak memory, GiB", "a whole step of training, weights and optimizer included")
     _legend(peaks)
     bars = walls.barh(range(len(largest)), list(largest.values()), color=[WALL_LINES[name][0] for name in largest])
     reached = [f"{L:,}" if met_wall(found["rows"], name) else f"{L:,} or more" for name, L in largest.items()]
@@ -174,12 +174,12 @@ def _mark_first(axes, first: Found | None):
     axes.axvline(step, color=BLUE, linewidth=0.8, linestyle=":")
     axes.annotate(
         "the first token of moeblaze\nhas other experts",
-        (step, 1),
+        (step, 0),
         xycoords=("data", "axes fraction"),
-        xytext=(shift, -4),
+        xytext=(shift, 4),
         textcoords="offset points",
         ha=side,
-        va="top",
+        va="bottom",
         fontsize="small",
         color=BLUE,
     )

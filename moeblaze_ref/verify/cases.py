@@ -379,8 +379,13 @@ def wide_cases(width: int = 8) -> list[Case]:
         make_case(1030, width, width, 3, 1, name="more tokens than threads of any block"),
         make_case(5, width, width, 48, 40, name="more experts a token than lanes of a warp"),
         make_case(2, 264, width, 2, 1, name="rows wider than 256 threads"),
-        make_case(2, width, 264, 2, 1, name="hidden rows wider than 256 threads"),
+        deep_case(width),
     ]
+
+
+def deep_case(width: int = 8) -> Case:
+    """Few tokens, whose hidden rows are longer than a block has threads, and deeper than any ring of stages."""
+    return make_case(2, width, 264, 2, 1, name="hidden rows wider than 256 threads")
 
 
 def many_tiles_case(blocks: int) -> Case:

@@ -616,6 +616,10 @@ WRONG_LOADS = {
         "barrier_arrive_expecting(&arrived, BYTES); barrier_arrive(&arrived);",
         r"barrier_arrive at test.cu:\d+ is an arrival too many: the phase has had its 1",
     ),
+    "a parity of 2": (
+        "barrier_wait(&arrived, 0)", "barrier_wait(&arrived, 2)",
+        r"barrier_wait at test.cu:\d+ has the parity 2, but that of a phase is 0 or 1",
+    ),
     "no barrier": (
         "barrier_init(&arrived, 1);", "", r"barrier_arrive_expecting at test.cu:\d+ meets no initialised barrier",
     ),
@@ -638,6 +642,32 @@ def test_a_wrong_load_is_named(fault):
     *change, message = WRONG_LOADS[fault]
     with pytest.raises(KernelFault, match=message):
         loaded(SIMT, random(8, 64), (64, 4), (0, 0), faulty(LOAD, *change))
+
+
+def test_who_waits_at_another_line_is_named_too():
+    """Two roles that wait for each other: the wrong wait may be that of either."""
+    text = """
+    #include "hopper/barrier.cuh"
+    extern "C" __global__ void roles(int* out) {
+        __shared__ Barrier full, empty;
+        if (threadIdx.x == 0) barrier_init(&full, 32);
+        if (threadIdx.x == 0) barrier_init(&empty, 32);
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            barrier_wait(&full, 0);
+            barrier_arrive(&empty);
+        } else {
+            barrier_wait(&empty, 0);
+            barrier_arrive(&full);
+        }
+        out[threadIdx.x] = 1;
+    }"""
+    both = (
+        r"thread \(0, 0, 0\): barrier_wait at test.cu:13 waits for phase 0 of a barrier that lacks 32 of 32 arrivals "
+        r"and 0 bytes; thread \(32, 0, 0\) waits at test.cu:16 for phase 0 of one that lacks 32 of 32 arrivals$"
+    )
+    with pytest.raises(KernelFault, match=both):
+        run(SIMT, text, "roles", block=64, out=np.zeros(64, np.int32))
 
 
 @pytest.mark.parametrize("column", [13, -4])

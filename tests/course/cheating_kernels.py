@@ -36,7 +36,7 @@ CHEATING = {
     ),
     "sum-on-the-fly": (("for (int p = 0; p < h; ++p) {", "for (int p = 0; p < min(h, 16); ++p) {"),),
     "whose-gate": (("gate_of_row[at.row]", "gate_of_row[expert_token_offsets[blockIdx.y]]"),),
-    "rebuild-y": (("gate * d_y * b_value * slope", "gate * d_y * b_value"),),
+    "rebuild-y": (("gate * d_ungated * b_value * slope", "gate * d_ungated * b_value"),),
     "loss-is-a-mean": (("2.0f * per_token * d_router_z_loss[0]", "2.0f * per_token * -0.2f"),),
     "softmax-mean": (("mean += (d_gates[token * k + j] - shift)", "mean += d_gates[token * k + j]"),),
     "stable-softmax": (
@@ -146,5 +146,53 @@ BY_OTHER_MEANS = {
             "stages[step % STAGES][threadIdx.x] = *reinterpret_cast<const Pack<Scalar, PACK>*>(weights + step * d);",
         ),
         ("        cp_async_wait<STAGES - 1>();\n", ""),
+    ),
+}
+
+
+# Wrong for a reason that the exercise is about, and what the check says of it.
+ALMOST = {
+    "stable-softmax": (
+        (
+            "            total += math.exp(logits[token, e] - peak)\n        for e in range(num_experts):\n"
+            "            probs[token, e] = math.exp(logits[token, e] - peak) / total\n",
+            "            total += math.exp(logits[token, e])\n        for e in range(num_experts):\n"
+            "            probs[token, e] = math.exp(logits[token, e]) / total\n"
+            "        total /= math.exp(peak)\n",
+        ),
+        r"probs\[0, 0\] is nan",
+    ),
+    "in-order": (("atomicAdd(&counts[entry % E], 1)", "counts[entry % E] += 1"), "depends on the order of threads"),
+    "async-copies": (
+        (
+            "    for (int step = 0; step < STAGES - 1; ++step) copy(step);\n"
+            "    for (int step = 0; step < h; ++step) {\n        copy(step + STAGES - 1);\n"
+            "        cp_async_wait<STAGES - 1>();\n",
+            "    for (int step = 0; step < h; ++step) {\n        copy(step);\n        cp_async_wait<0>();\n",
+        ),
+        "by other means: under_way is 0, .*; later copies must be under way",
+    ),
+    "phases": (
+        ("step / STAGES % 2); }", "step / STAGES); }"),
+        "barrier_wait at phases.cu:.* has the parity 2, but that of a phase is 0 or 1",
+    ),
+}
+
+# Right, with other words than the solution's.
+RIGHT_TOO = {
+    "gate-gradient": (
+        ("token, position = slot // k, token_index_map[slot]", "token = slot // k"),
+        ("y[position, ", "y[token_index_map[slot], "),
+    ),
+    "stored-only": (
+        ("            first = column_indices[number] * side", "            #"),
+        ("range(side):\n", "range(side):\n                first = column_indices[number] * side\n"),
+    ),
+    "persistent-tiles": (
+        (
+            "        while (number >= first + tiles) {\n",
+            "        tiles = row_tiles_of(expert_token_offsets, expert) * column_tiles;\n"
+            "        while (number >= first + tiles) {\n",
+        ),
     ),
 }

@@ -166,7 +166,7 @@ SERIAL = {
         "h",
         "    gate_terms[index] = store_hidden_gradients(a, b, d_a, d_b, gated_y, index, sum, gate_of_row[at.row]);\n",
     ),
-    "rebuild-y": _group("h", "    gate_terms[index] = d_y * act_a * b_value;\n"),
+    "rebuild-y": _group("h", "    gate_terms[index] = d_ungated * act_a * b_value;\n"),
     "loss-is-a-mean": ((ONE_TOKEN, EVERY_TOKEN), (EVERY_CHOICE, EVERY_CHOICE + "    }\n")),
     "softmax-mean": ((ONE_TOKEN, EVERY_TOKEN), (EVERY_CHOICE, EVERY_CHOICE + "    }\n")),
     "stable-softmax": ((TOKEN_OF_NUMBA, EVERY_TOKEN_OF_NUMBA),),

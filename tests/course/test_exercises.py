@@ -11,7 +11,7 @@ from types import ModuleType
 
 import nbformat
 import pytest
-from cheating_kernels import BY_OTHER_MEANS, CHEATING
+from cheating_kernels import ALMOST, BY_OTHER_MEANS, CHEATING, RIGHT_TOO
 from IPython.core.interactiveshell import InteractiveShell
 from serial_kernels import SERIAL
 from test_notebooks import ROOT, execute
@@ -87,6 +87,18 @@ def test_a_kernel_that_cheats_is_refused(name):
 def test_a_right_kernel_that_works_by_other_means_is_refused(name):
     with pytest.raises(Unsolved, match="by other means: "):
         Desk().check(name, changed(EXERCISES[name].solution, BY_OTHER_MEANS[name]))
+
+
+@pytest.mark.parametrize("name", ALMOST)
+def test_what_the_exercise_is_about_is_seen(name):
+    change, says = ALMOST[name]
+    with pytest.raises(Unsolved, match=says):
+        Desk().check(name, changed(EXERCISES[name].solution, [change]))
+
+
+@pytest.mark.parametrize("name", RIGHT_TOO)
+def test_a_solution_may_have_other_words(name):
+    Desk().check(name, changed(EXERCISES[name].solution, RIGHT_TOO[name]))
 
 
 def test_each_means_is_what_some_exercise_is_about():
@@ -307,7 +319,7 @@ def test_an_example_that_does_not_do_what_is_asked_counts_as_a_failure(name, sai
         ("lost-expert", [[0, 2**70], [1, 2]], "topk_experts must be a list of whole numbers with 2 dimension"),
         ("missing-pair", [], "token_expert_indices is empty"),
         ("fit-it", [4], r"division has shape \(1,\), but it must be \(2,\)"),
-        ("fit-it", [3, 1], "expert is 3, but it must divide"),
+        ("fit-it", [3, 1], "expert is 3, but it must be a divisor of the 8 GPUs"),
         ("fit-it", [4, 4], "zero is 4, but it must be"),
         ("full-tiles", [[0, 1, 2]], r"topk_experts has shape \(1, 3\), but it must be \(any, 2\)"),
         ("full-tiles", [[0, 0]], "topk_experts"),
@@ -482,7 +494,7 @@ def test_a_cuda_kernel_that_does_not_compile():
         ("lengths[expert] = count;", "if (E > 0) __trap();", "__trap"),
         ("int count = 0;", "int count = 1 / (L - L);", "the kernel ended the process that checked it, by SIG"),
         ("int count = 0;", "int count = 0; exit(0);", "the kernel ended the process that checked it, "),
-        ("int count = 0;", "int count = dense_map[0] > L;", "over budget: read is"),
+        ("int count = 0;", "int count = L > 0 && dense_map[0] > L;", "over budget: read is"),
     ],
 )
 def test_cuda_kernels_that_fit_nothing_or_do_harm(old, new, message):

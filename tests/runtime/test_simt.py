@@ -336,7 +336,7 @@ def test_the_work_of_threads_is_that_of_the_busiest_and_of_all_that_write(seed):
         if (threadIdx.x % 2 == 0) out[40 * blockIdx.x + threadIdx.x] = sum;
     }"""
     report = run(text, "uneven", grid=3, block=40, executor=SimtExecutor(seed=seed), x=ints(40, 1), out=ints(120))
-    assert report.work == Work(accesses=39, barriers=4, threads=60, exchanges=0, waits=0, copied=0)
+    assert report.work == Work(accesses=39, barriers=4, threads=60, exchanges=0, waits=0, copied=0, under_way=0)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -356,6 +356,7 @@ def test_exchanges_waits_and_copies_are_counted(seed):
         }
         cp_async_or_zero(&copied[threadIdx.x], x + 4 * threadIdx.x, threadIdx.x % 2 == 0);
         cp_async_commit();
+        cp_async_wait<1>();
         cp_async_wait<0>();
         int sum = __shfl_xor_sync(0xffffffff, copied[threadIdx.x].x, 1);
         if (threadIdx.x >= 32) sum += __any_sync(0xffffffff, sum > 0);
@@ -364,6 +365,7 @@ def test_exchanges_waits_and_copies_are_counted(seed):
     }"""
     report = run(text, "meets", grid=3, block=64, executor=SimtExecutor(seed=seed), x=ints(256, 1), out=ints(192))
     assert (report.work.exchanges, report.work.waits, report.work.copied) == (2, 3, 3 * 64 * 16)
+    assert report.work.under_way == 3 * 64 * 16  # after the first wait; none after the second
 
 
 def test_counts_do_not_depend_on_workers_or_order():

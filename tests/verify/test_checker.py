@@ -187,7 +187,7 @@ def test_a_row_that_is_never_written():
     assert (result.difference.tensor, result.difference.index, result.difference.found) == ("out", (12, 0), None)
     assert result.difference.differing == 8 and result.difference.elements == 104
     experts = CASE.topk_experts[12].tolist()
-    assert "out[12, 0] is never written (or only added to), but must be" in result.problem
+    assert "out[12, 0] is never written (or made of what was not), but must be" in result.problem
     assert f"(token 12, experts {experts}); 8 of 104 elements differ" in result.problem
 
 
@@ -205,7 +205,7 @@ def test_weights_of_the_wrong_expert():
     [
         ("out[index] = sum;", "out[index] = 0.0f;", "out[0, 0] is 0, but must be"),
         ("out[index] = sum;", "", "out[0, 0] is never written"),
-        ("out[index] = sum;", "out[index] += sum;", "out[0, 0] is never written (or only added to)"),
+        ("out[index] = sum;", "out[index] += sum;", "out[0, 0] is never written (or made of what was not)"),
         ("out[index] = sum;", "if (index % 2) __syncthreads(); out[index] = sum;", "__syncthreads"),
         ("gates[slot] * y", "y", "out[0, 0] is"),
         ("float sum = 0.0f;", "float sum = 0.0f / (k - k);", "out[0, 0] is nan, but must be"),

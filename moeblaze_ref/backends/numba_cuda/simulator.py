@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 from collections import deque
@@ -321,6 +322,14 @@ def _replace(by: dict[tuple[Any, str], Any]) -> dict[tuple[Any, str], Any]:
     return before
 
 
+def _exp(value: Any, exact: Any = math.exp) -> Any:
+    """``math.exp`` as on a GPU: that of a float32 is a float32, infinite above 88."""
+    if not isinstance(value, np.float32):
+        return exact(value)
+    with np.errstate(over="ignore"):
+        return np.exp(value)
+
+
 @contextlib.contextmanager
 def watched(order: int) -> Iterator[Work]:
     """Launches inside run a block's threads one at a time, NATURAL, REVERSE or TURNS, and watch their shared memory,
@@ -338,6 +347,7 @@ def watched(order: int) -> Iterator[Work]:
         (kernelapi.FakeCUDALocal, "array"): _local_array,
         (FakeWithinKernelCUDAArray, "__array_ufunc__"): None,
         (FakeWithinKernelCUDAArray, "__getattr__"): _attribute,
+        (math, "exp"): _exp,
     }
     numbas = _replace(ours)
     try:

@@ -243,7 +243,7 @@ def ring_picture(stages: int) -> Figure:
     axes.set(xlim=(0, len(log)), ylim=(stages - 0.4, -0.6), xlabel="events, in the order in which they happened")
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     marks = [Patch(label="being filled, or full", **filled(SKY)), Patch(label="being multiplied", **filled(ORANGE))]
-    title = "a number is the step; white is free"
+    title = "a number is the step; a gap is free"
     figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False, title=title)
     return figure
 

@@ -118,11 +118,15 @@ def _setting(model: dict[str, Any]) -> str:
 
 
 def small(png: bytes, effort: int = 9) -> bytes:
-    """A picture in at most 256 colours, compressed with an effort from 0 to 9."""
+    """A picture in at most 256 colours, compressed with an effort from 0 to 9; a transparent one keeps its alpha."""
     picture = Image.open(io.BytesIO(png))
     if picture.mode == "P":  # it has been here before
         return png
-    few = picture.convert("RGBA").quantize(method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    whole = picture.convert("RGBA")
+    opaque = whole.getchannel("A").getextrema()[0] == 255
+    # FASTOCTREE alone takes an alpha; it makes of light blues the grey of the page.
+    colours, method = (picture.convert("RGB"), "MAXCOVERAGE") if opaque else (whole, "FASTOCTREE")
+    few = colours.quantize(method=Image.Quantize[method], dither=Image.Dither.NONE)
     file = io.BytesIO()
     few.save(file, "PNG", compress_level=effort)
     return file.getvalue()

@@ -92,7 +92,8 @@ def definition(text: str, name: str) -> str:
 def _opening(name):
     """Pattern of a function or struct from the start of its line to its brace; the name may stand on the line below."""
     parameters = r"\((?:[^()]|\([^()]*\))*\)"  # one may be a reference to an array: float (&tile)[16]
-    return rf"^(?![\s/#}}])[^\n;=]*(?:\n +)?\b(?:({name}){parameters}|struct ({name})) \{{"
+    struct = rf"struct (?:alignas{parameters} )?({name})"
+    return rf"^(?![\s/#}}])[^\n;=]*(?:\n +)?\b(?:({name}){parameters}|{struct}) \{{"
 
 
 def kernel_header(file: str) -> str:

@@ -268,7 +268,7 @@ def _draw_states(axes: Axes, whole: Mapping[tuple[str, str], int], held: Mapping
         for kind, width in COLUMNS.items():
             outline, height = ((found[half, kind] / width / GB) for found in (whole, held))
             cell(axes, (left, bottom), (width, outline), {"facecolor": "none", "edgecolor": GREY, "linestyle": ":"})
-            cell(axes, (left, bottom), (width, height), filled(COLORS[kind]))
+            cell(axes, (left, bottom), (width, height), filled(COLORS[kind]) | {"linewidth": 0})
             left += width
         bottom += whole[half, WEIGHTS] / COLUMNS[WEIGHTS] / GB
         axes.axhline(bottom, color=BLACK, linewidth=0.8)

@@ -72,6 +72,7 @@ class Work:
     exchanges: int  #: between a warp's lanes, by the thread that takes part in the most
     waits: int  #: at mbarriers, by all threads
     copied: int  #: bytes of cp.async, by all threads
+    under_way: int  #: of these, bytes that had not arrived after a wait of their thread, over all waits
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class _Shared(ctypes.Structure):
 
 
 class _Work(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("accesses", "barriers", "threads", "exchanges", "waits", "copied")]
+    _fields_ = [(name, ctypes.c_uint64) for name in Work.__annotations__]
 
 
 class Recorder(ctypes.Structure):

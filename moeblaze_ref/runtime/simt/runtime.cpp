@@ -575,11 +575,7 @@ struct Worker {
     }
 
     void explain_wait(const Thread& waits) {
-        const Mbarrier* barrier = waits.awaited;
-        if (waits.state == AT_MBARRIER)
-            return fail_at(waits, waits.site,
-                           "waits for phase %u of a barrier that lacks %u of %u arrivals and %ld bytes", barrier->phase,
-                           barrier->missing, barrier->arrivals, long(barrier->bytes));
+        if (waits.state == AT_MBARRIER) return explain_mbarrier(waits);
         const bool in_warp = waits.state == AT_WARP;
         const unsigned begin = in_warp ? warp_begin(waits.warp) : 0, end = in_warp ? warp_end(waits.warp) : num_threads;
         for (unsigned i = begin; i < end; ++i) {
@@ -593,6 +589,22 @@ struct Worker {
             return fail(waits, "waits at %s at %s:%d for thread (%u, %u, %u), which %s", waits.site.operation,
                         waits.site.file, waits.site.line, absent.index.x, absent.index.y, absent.index.z, elsewhere);
         }
+    }
+
+    // What lacks at the barrier that a thread waits for, and who waits at another line: either may be the cause.
+    void explain_mbarrier(const Thread& waits) {
+        const Mbarrier* barrier = waits.awaited;
+        char elsewhere[256] = "";
+        for (unsigned i = 0; i < num_threads && !*elsewhere; ++i) {
+            const Thread& other = *pool[i];
+            if (other.state == AT_MBARRIER && !other.waits_with(waits))
+                snprintf(elsewhere, sizeof elsewhere,
+                         "; thread (%u, %u, %u) waits at %s:%d for phase %u of one that lacks %u of %u arrivals",
+                         other.index.x, other.index.y, other.index.z, other.site.file, other.site.line,
+                         other.awaited->phase, other.awaited->missing, other.awaited->arrivals);
+        }
+        fail_at(waits, waits.site, "waits for phase %u of a barrier that lacks %u of %u arrivals and %ld bytes%s",
+                barrier->phase, barrier->missing, barrier->arrivals, long(barrier->bytes), elsewhere);
     }
 
     // ---- memory accesses -----------------------------------------------------------------
@@ -807,6 +819,7 @@ struct Grid {
         launch->work.exchanges = std::max(launch->work.exchanges, w.work.exchanges);
         launch->work.waits += w.work.waits;
         launch->work.copied += w.work.copied;
+        launch->work.under_way += w.work.under_way;
         if (w.failed && w.block_number < first_fault) {
             first_fault = w.block_number;
             memcpy(launch->fault, w.fault, sizeof w.fault);
@@ -871,6 +884,7 @@ void simt_async_commit() { ++worker->current->group; }
 void simt_async_wait(unsigned pending_groups) {
     Thread& self = *worker->current;
     worker->finish_copies(self, [&](const AsyncCopy& copy) { return copy.group + pending_groups < self.group; });
+    for (const AsyncCopy& copy : self.copies) worker->work.under_way += copy.bytes;
 }
 
 void simt_async_arrive(void* barrier, SimtSite site) {
@@ -896,6 +910,10 @@ void simt_mbarrier_arrive(void* barrier, unsigned expected_bytes, SimtSite site)
 
 void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site) {
     Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
+    if (parity > 1) {
+        worker->fail_at(*worker->current, site, "has the parity %u, but that of a phase is 0 or 1", parity);
+        worker->stop();
+    }
     ++worker->work.waits;
     if ((found.phase & 1) != parity) return;  // the phase before has another parity than this one
     worker->record_operation(__builtin_return_address(0));

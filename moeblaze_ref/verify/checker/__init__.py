@@ -7,7 +7,6 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +15,9 @@ from typing import Any
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import (
     Case,
+    deep_case,
     many_tokens_case,
+    renormalised,
     simulator_cases,
     standard_cases,
     telling_cases,
@@ -161,9 +162,9 @@ def _cases(terms: Terms, runner: str, small: bool) -> list[Case]:
     if runner == "simulator":
         standard, wide = check.cut_to_size(standard), wide_cases(width=1)
     if small:
-        standard, wide = check.cut_to_size(standard), []
+        standard, wide = check.cut_to_size(standard), [] if runner == "simulator" else [deep_case()]
         telling = simulator_cases() if runner == "simulator" else telling
     cases = standard + telling + wide
     if not isinstance(terms.kernel, CudaKernel) or "RENORMALIZE" not in terms.kernel.text:
         return cases
-    return cases + [replace(case, renormalize=True) for case in cases if case.k > 1]
+    return cases + renormalised([case for case in cases if case.k > 1])

@@ -21,11 +21,12 @@ MEANS = {
     "exchanges": "shuffles, votes and reductions of a warp, by the thread that takes part in the most",
     "waits": "waits at mbarriers, by all threads",
     "copied": "bytes of asynchronous copies into shared memory (cp.async)",
+    "under_way": "bytes of such copies that had not arrived after a wait of their thread, over all waits",
 }
 QUANTITIES = TRAFFIC | DIVISION | MEANS
-AT_LEAST = ("threads", "waits", "copied")  #: limited from below, all others from above
+AT_LEAST = ("threads", "waits", "copied", "under_way")  #: limited from below, all others from above
 _TOO_SERIAL = {
-    "accesses": "one thread does work that many could do at once",
+    "accesses": "one thread does work that many could share, or asks for an element again and again",
     "barriers": "the threads wait for each other more often than the work needs",
     "threads": "the other threads do nothing",
 }
@@ -33,6 +34,7 @@ _OTHER_MEANS = {
     "exchanges": "fewer exchanges between the lanes are enough",
     "waits": "the threads must wait for each other at mbarriers",
     "copied": "cp.async must bring the data while the threads compute",
+    "under_way": "later copies must be under way while the threads compute",
 }
 _BUDGET = re.compile(r"(?P<quantity>\w+)(?:\s+of\s+(?P<tensor>\w+))?\s*(?P<sign><=|>=)\s*(?P<formula>.+)")
 

@@ -24,7 +24,7 @@ class Difference:
     tensor: str
     index: tuple[int, ...]
     place: dict[str, int | list[int]]  #: as `place_of` has it
-    found: float | int | None  #: None if it still holds poison: never written, or only added to
+    found: float | int | None  #: None if it still holds poison: never written, or made of what was not
     expected: float | int
     differing: int  #: elements of the tensor that differ
     elements: int  #: elements of the tensor
@@ -35,7 +35,7 @@ class Difference:
     def sentence(self, other: str) -> str:
         """Return a sentence: the position, the value found, and what it ``other`` ("must be") expected."""
         element = f"{self.tensor}[{', '.join(map(str, self.index))}]"
-        found = "is never written (or only added to)" if self.found is None else f"is {_number(self.found)}"
+        found = "is never written (or made of what was not)" if self.found is None else f"is {_number(self.found)}"
         place = ", ".join(f"{name} {number}" for name, number in self.place.items())
         count = f"{self.differing:,} of {self.elements:,} elements differ"
         return f"{element} {found}, but {other} {_number(self.expected)}{place and f' ({place})'}; {count}"
@@ -180,8 +180,10 @@ class Report:
 
     @property
     def first_problem(self) -> str:
-        """The first case that is wrong, and how; empty if none is."""
-        return next((f"{result.case}: {result.problem}" for result in self.results if not result.ok), "")
+        """The first case that is wrong, and how; empty if none is. A case over its budgets counts after all others."""
+        failed = [result for result in self.results if not result.ok]
+        wrong = [result for result in failed if result.difference or not result.counts]  # a fault leaves no counts
+        return next((f"{result.case}: {result.problem}" for result in wrong or failed), "")
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON takes it; numbers that JSON lacks become strings."""

@@ -81,8 +81,10 @@ class Context:
 def backward(cell: Cell, steps: list[Backward], by_hand: bool, pipe: Send) -> None:
     """Call the function's backward on what was saved of each case; send the gradients.
 
-    ``by_hand``: in inference mode, in which autograd records nothing.
+    ``by_hand``: in inference mode, in which autograd records nothing. The last message also says which gradients no
+    longer have the numbers that were sent: a later backward has written into their memory.
     """
+    given: list[tuple[str, Tensor, dict[str, Any]]] = []  # of all cases so far, with what was sent
 
     def gradients(function: Any) -> Iterator[dict[str, Any]]:
         for saved, needs, d_out in steps:
@@ -92,11 +94,17 @@ def backward(cell: Cell, steps: list[Backward], by_hand: bool, pipe: Send) -> No
                 found = found if isinstance(found, tuple) else (found,)
                 if len(found) != len(needs):
                     raise ValueError(f"backward returns {len(found)} gradients, but forward has {len(needs)} inputs")
-                yield {
-                    "gradients": [
-                        messages.encoded(f"gradient {place}", one) if needed else None
-                        for place, (one, needed) in enumerate(zip(found, needs, strict=True))
-                    ]
-                }
+                sent = [
+                    messages.encoded(f"gradient {place}", one) if needed else None
+                    for place, (one, needed) in enumerate(zip(found, needs, strict=True))
+                ]
+                told = zip(found, sent, strict=True)
+                given.extend((f"gradient {i}", one, data) for i, (one, data) in enumerate(told) if data is not None)
+                yield {"gradients": sent, "changed": _changed(given)}
 
     cell.answer(gradients, pipe)
+
+
+def _changed(given: list[tuple[str, Tensor, dict[str, Any]]]) -> str:
+    """The first of the tensors that no longer has the numbers that were sent; empty if all have."""
+    return next((name for name, tensor, sent in given if messages.encoded(name, tensor) != sent), "")

@@ -54,6 +54,9 @@ class Function:
         for case, kept, forward, backward in zip(cases, saved, forwards, backwards, strict=True):
             found = {"out": tensor(forward.get("out"))} | _gradients(case, _listed(backward, "gradients"))
             yield _row(case, kept, found)
+        if changed := backwards[-1].get("changed"):
+            problem = f"{changed} of an earlier step has changed: a later step writes into its memory"
+            yield Row("the gradients of all cases at the end", "", problem)
 
 
 def _listed(found: dict[str, Any], name: str) -> list[Any]:

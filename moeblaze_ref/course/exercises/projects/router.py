@@ -48,7 +48,7 @@ def _row(name: str, router: Skewed, bias: np.ndarray) -> Row:
     before, after = imbalance(own, len(bias)), imbalance(found, len(bias))
     kept = (own[:, :, None] == found[:, None, :]).sum().item() / own.numel()
     problem = f"the fullest expert gets {after:.2f} times the average, but at most {BOUND} is allowed"
-    counted = f"imbalance {before:.2f} without the bias, {after:.2f} with it; {kept:.0%} of the choice is the same"
+    counted = f"imbalance {before:.2f} without the bias, {after:.2f} with it; {kept:.0%} of the choice is as without it"
     return Row(name, counted, "" if after <= BOUND else problem)
 
 

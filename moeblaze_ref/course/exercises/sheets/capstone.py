@@ -156,15 +156,15 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         hints=(
             "Bronze: two loops over the corner around one over `p`. Skip rows from `tile.rows` on and columns from `h` "
-            "on: they do not exist.",
+            "on: they do not exist. A thread whose first row or column does not exist must read nothing.",
             "Silver: all threads load 16 columns of the tile's rows of `x` and 16 rows of `w1` and `w2` into shared "
             "memory, wait, multiply, and wait again.",
             "Gold: the same text with `ROWS = COLUMNS = 128` and `CORNER = 8`. Change the launch in the table, too.",
         ),
-        why="""An element of `x` is read once for every block that its row meets, one of `w1` once for every tile of its
-            expert's rows. Doubling both sides of the tile halves both. Each thread then holds 128 sums in registers.
-            Larger tiles need more threads, or tensor cores, which the later versions of the kernel use. Fewer bytes
-            need not be less time: with so many registers a block, fewer blocks run at once. Measure both on your
-            GPU.""",
+        why="""In silver and gold, an element of `x` is read once for every block that its row meets, one of `w1` once
+            for every tile of its expert's rows. In bronze each thread that needs an element reads it. Doubling both
+            sides of the tile halves both. With corners of 8 x 8 each thread holds 128 sums in registers. Larger tiles
+            need more threads, or tensor cores, which the later versions of the kernel use. Fewer bytes need not be less
+            time: with so many registers a block, fewer blocks run at once. Measure both on your GPU.""",
     ),
 )

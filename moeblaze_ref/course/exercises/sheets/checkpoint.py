@@ -10,7 +10,7 @@ D_HIDDEN = """\
 #include "activation.cuh"
 #include "expert_rows.cuh"
 
-// A thread has one hidden element of a row: d_y is <d_out, w3>, the gradient of its y_swi before the gate.
+// A thread has one hidden element of a row: d_ungated is <d_out, w3>, the gradient of its y_swi before the gate.
 extern "C" __global__ void d_hidden(const float* d_out, const float* gate_of_row, const float* a, const float* b,
                                     const float* w3, const int* expert_token_indices, const int* expert_token_offsets,
                                     float* d_a, float* d_b, float* gated_y, float* gate_terms, int d, int h) {
@@ -18,16 +18,16 @@ extern "C" __global__ void d_hidden(const float* d_out, const float* gate_of_row
     if (!at.inside) return;
     const float* const d_out_row = d_out + expert_token_indices[at.row] * d;
     const float* const w3_row = w3 + (blockIdx.y * h + at.column) * d;
-    float d_y = 0.0f;
-    for (int p = 0; p < d; ++p) d_y += d_out_row[p] * w3_row[p];
+    float d_ungated = 0.0f;
+    for (int p = 0; p < d; ++p) d_ungated += d_out_row[p] * w3_row[p];
 
     const int index = at.row * h + at.column;
     const float gate = gate_of_row[at.row], a_value = a[index], b_value = b[index];
     const float act_a = ACTIVATION::act(a_value), slope = ACTIVATION::slope(a_value);
-    d_a[index] = gate * d_y * b_value * slope;
-    d_b[index] = gate * d_y * act_a;
+    d_a[index] = gate * d_ungated * b_value * slope;
+    d_b[index] = gate * d_ungated * act_a;
     gated_y[index] = gate * act_a * b_value;
-    gate_terms[index] = d_y * act_a * b_value;
+    gate_terms[index] = d_ungated * act_a * b_value;
 }
 """
 
@@ -68,8 +68,8 @@ EXERCISES: tuple[Exercise, ...] = (
             "Each of the three is `(R, h)`.",
             "`minimal` frees one of the three, and `inputs` the other two.",
         ),
-        why="""From `paper` to `minimal`, the layer computes one multiplication more for each element. From `minimal` to
-            `inputs`, it computes two matrix products more.""",
+        why="""From `paper` to `minimal`, the kernels compute nothing more: their backward rebuilds `y_swi` under both.
+            From `minimal` to `inputs`, the layer computes two matrix products more.""",
     ),
     Prediction(
         name="price-of-a-byte",
@@ -121,20 +121,23 @@ EXERCISES: tuple[Exercise, ...] = (
         difficulty=2,
         kind="cuda",
         question="""Policy `minimal` keeps `a` and `b`, not `y_swi = act(a) * b`. The backward has them in registers, so
-            it rebuilds `y_swi` on the way. You have `d_y` (the element of `d_out w3^T`), `gate`, `a_value`, `b_value`,
-            `act_a` and `slope`. Write the four results. `d_a` and `d_b` are the gradients of `a` and `b`, and `gated_y`
-            is the gate times `y_swi`. `gate_terms` is the element's share of its gate's gradient, `d_y * y_swi`.""",
+            it rebuilds `y_swi` on the way. You have `d_ungated` (the element of `d_out w3^T`), `gate`, `a_value`,
+            `b_value`, `act_a` and `slope`. Write the four results. `d_a` and `d_b` are the gradients of `a` and `b`,
+            and `gated_y` is the gate times `y_swi`. `gate_terms` is the element's share of its gate's gradient,
+            `d_ungated * y_swi`.""",
         task="expert_down.d_hidden",
         kernel=Kernel("d_hidden", D_HIDDEN, cuda_grid("expert_down/1_naive.cu", "d_hidden")),
         change=(
-            "    d_a[index] = gate * d_y * b_value * slope;\n...\n    gate_terms[index] = d_y * act_a * b_value;\n",
+            "    d_a[index] = gate * d_ungated * b_value * slope;\n...\n"
+            "    gate_terms[index] = d_ungated * act_a * b_value;\n",
             "    // Your part: d_a, d_b, gated_y and gate_terms at this index.\n",
         ),
         budgets=("read of a <= 4 R h", "read of b <= 4 R h", "written <= 16 R h"),
         division=("accesses <= 2 d + 10", "barriers <= 0", "threads >= R h"),
         hints=(
             "Write the formula of `y_swi` first, then differentiate it with respect to `a` and to `b`.",
-            "Behind the gate the gradient of `y_swi` is `gate * d_y`. Then the product rule: `y_swi = act(a) * b`.",
+            """Behind the gate the gradient of `y_swi` is `gate * d_ungated`. Then the product rule: `y_swi = act(a) *
+            b`.""",
         ),
         why="""The gate's gradient needs neither `y` nor `y_swi` from memory: `<d_out, y> = <d_out w3^T, y_swi>`, and
             the right side lies in registers.""",

@@ -267,7 +267,8 @@ EXERCISES: tuple[Exercise, ...] = (
             "threads >= R / max(1, ceil(L E / THREADS))",
         ),
         hints=(
-            "Neighbouring threads must read neighbouring entries in the same turn of the loop.",
+            """Neighbouring threads must read neighbouring entries in the same turn of the loop. Several threads may add
+            to one counter at once, so each addition must be an `atomicAdd`.""",
             """Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: in each round a warp reads 32
             neighbours, 128 bytes in four sectors.""",
         ),

@@ -343,15 +343,15 @@ EXERCISES: tuple[Exercise, ...] = (
             "    for (int step = 0; step < STAGES - 1; ++step) copy(step);\n...\n        multiply(step);\n    }\n",
             "    // Your part: start STAGES - 1 copies. Then each step starts one, waits, and multiplies.\n",
         ),
-        budgets=("read of w3 <= 2 R d h", "written <= 2 R d", "copied >= 2 R d h"),
+        budgets=("read of w3 <= 2 R d h", "written <= 2 R d", "copied >= 2 R d h", "under_way >= 2 R d (2 h - 3)"),
         division=("accesses <= 4 h + 4", "barriers <= 0", "threads >= R d / 8"),
         hints=(
             "When step `s` waits, the groups of the steps 0 to `s + STAGES - 1` exist. Which are newer than its own?",
             """`copy(step + STAGES - 1)`, then `cp_async_wait<STAGES - 1>()`, then `multiply(step)`. The new copy
             replaces the stage of the step before, which this thread has used.""",
         ),
-        why="""The latency of a copy is hidden behind the products of three steps. `cp_async_wait<0>()` would be right
-            too, but each step would wait for its newest copy. Counts do not show this; a clock on a GPU does.""",
+        why="""The latency of a copy is hidden behind the products of three steps. With `cp_async_wait<0>()` the result
+            is the same, but each step waits for its newest copy: the bytes under way after each wait show it.""",
     ),
     KernelExercise(
         name="phases",
@@ -432,7 +432,8 @@ EXERCISES: tuple[Exercise, ...] = (
             * 16 * 128), true)`: `a` lies along its depth, `b` along its columns, and the sums are kept.""",
         ),
         why="""One instruction multiplies 64 by 128 by 16, from shared memory. The threads only name the operands. The
-            project's version `4_wgmma` is this loop, with copies under way during the products.""",
+            project's version `4_wgmma` is this loop, with copies under way during the products. The executor does not
+            find a missing `wgmma_fence()`. On a GPU the sums are undefined without it.""",
     ),
     KernelExercise(
         name="persistent-tiles",
@@ -454,7 +455,8 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         budgets=("read of y_swi <= 4 R d h", "read of w3 <= 4 R d h", "written <= 4 R d"),
         division=(
-            "accesses <= ceil((R / ROWS + min(E, R)) ceil(d / THREADS) / 4) (ROWS (2 h + 1) + 2) + 2 E",
+            "accesses <= ceil((R / ROWS + min(E, R)) ceil(d / THREADS) / 4) (ROWS (2 h + 1) + 4)"
+            " + 4 (R / ROWS + min(E, R)) + 4 E",
             "barriers <= 0",
             "threads >= min(R / ROWS, 4) min(d, THREADS)",
         ),

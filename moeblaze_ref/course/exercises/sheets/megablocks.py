@@ -218,7 +218,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "        # Your part: over the stored blocks of the block row, add row i of the block times w3.\n",
         ),
         budgets=("read of values <= 4 P h d", "read of w3 <= 4 P h d", "written <= 4 P d"),
-        division=("accesses <= wide (2 side + 1) + 3", "barriers <= 0", "threads >= P d"),
+        division=("accesses <= wide (3 side + 1) + 3", "barriers <= 0", "threads >= P d"),
         hints=(
             "There are two loops: over the numbers of the block row, and over the columns `j` of a block.",
             """Column `j` of block `number` is column `column_indices[number] * side + j` of the matrix, so it meets

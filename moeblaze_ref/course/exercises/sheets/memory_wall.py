@@ -79,7 +79,7 @@ EXERCISES: tuple[Exercise, ...] = (
         truth=_step_flops,
         computed_by="moeblaze_ref.bench.roofline.layer_flops",
         hints=(
-            "Count products, not FLOPs: how many has the forward?",
+            "Count products, not FLOPs: how many has the forward, and how many gradients has each of them?",
             """The forward multiplies by `w1`, `w2` and `w3`. In the backward each of these products has two gradients,
             that of its input and that of its weights. Each of them is a product of the same size.""",
         ),

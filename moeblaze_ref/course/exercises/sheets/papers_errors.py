@@ -317,7 +317,8 @@ EXERCISES: tuple[Exercise, ...] = (
             "Nothing in the printed program says that every expert has a cluster.",
             "Equal loads have the objective 0. What if both clusters hold the same expert, and nothing else?",
         ),
-        why="""The printed program has a perfect solution that drops the heaviest expert. A real assignment reaches 3 at
-            best. `cluster_experts` adds the constraint: each expert is in exactly one cluster.""",
+        why="""The printed program even has solutions with the objective 0. One puts the second expert into both
+            clusters and drops the heaviest. A real assignment reaches 3 at best. `cluster_experts` adds the constraint:
+            each expert is in exactly one cluster.""",
     ),
 )

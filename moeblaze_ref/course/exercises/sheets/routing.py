@@ -171,8 +171,9 @@ EXERCISES: tuple[Exercise, ...] = (
             "The gates are right up to a factor, which differs from token to token.",
             "The report names `gates`, not `probs`. Which factor scales the gates, and which the probabilities?",
         ),
-        why="""Renormalised gates are a choice of the model, not an error; Mixtral has them. But a kernel must not make
-            that choice.""",
+        why="""Renormalised gates are a choice of the model, not an error; Mixtral has them. A kernel for both kinds of
+            model takes the choice as a parameter, `RENORMALIZE`. One without it is right for models that do not
+            renormalise.""",
     ),
     KernelExercise(
         name="stable-softmax",
@@ -193,7 +194,8 @@ EXERCISES: tuple[Exercise, ...] = (
         hints=(
             "A softmax does not change if the same number is subtracted from all logits of the row.",
             """Subtract `peak`: then no exponent is above 0, and the largest term is 1. The first loop adds up
-            `math.exp(logits[token, e] - peak)`, the second one divides each of these terms by `total`.""",
+            `math.exp(logits[token, e] - peak)`, the second one divides each of these terms by `total`. Write each
+            probability once.""",
         ),
         why="""Without the subtraction the kernel is right for small logits only. Every softmax that is used in practice
             subtracts the peak, so it needs the row twice: once for the peak, and once for the sum.""",

@@ -83,10 +83,10 @@ class Experts(torch.autograd.Function):
         token, act_a = expert_token_indices.long(), F.silu(a)
         gate = torch.empty(len(token)).index_copy(0, token_index_map.long(), gates.flatten())
         routed_x, d_rows = x[token], d_out[token]  # (R, d)
-        d_gate = (grouped(d_rows, offsets, w3.transpose(1, 2)) * y_swi).sum(dim=1)  # (R,)
+        d_hidden = grouped(d_rows, offsets, w3.transpose(1, 2))  # (R, h)
+        d_gate = (d_hidden * y_swi).sum(dim=1)  # (R,)
         d_gates = d_gate[token_index_map.long()].view_as(gates)
-        d_y = gate[:, None] * d_rows
-        d_y_swi = grouped(d_y, offsets, w3.transpose(1, 2))
+        d_y, d_y_swi = gate[:, None] * d_rows, gate[:, None] * d_hidden
         s = torch.sigmoid(a)
         d_a, d_b = d_y_swi * b * s * (1 + a * (1 - s)), d_y_swi * act_a
         d_routed = grouped(d_a, offsets, w1.transpose(1, 2))  # (R, d)
@@ -109,11 +109,12 @@ CHECKPOINT_CHANGES = (
         """\
         x, gates, w1, w2, w3, expert_token_indices, offsets, token_index_map, *hidden = ctx.saved_tensors
 ...
-        d_gate = (grouped(d_rows, offsets, w3.transpose(1, 2)) * y_swi).sum(dim=1)  # (R,)""",
+        d_gate = (d_hidden * y_swi).sum(dim=1)  # (R,)""",
         """\
         gates, w1, w2, w3, token, offsets, token_index_map, *computed = ctx.saved_tensors
         gate, routed_x, a, b, act_a, y_swi, y = computed
         d_rows = d_out[token]  # (R, d)
+        d_hidden = grouped(d_rows, offsets, w3.transpose(1, 2))  # (R, h)
         d_gate = (d_rows * y).sum(dim=1)  # (R,)""",
     ),
 )
@@ -277,8 +278,9 @@ EXERCISES: tuple[Exercise, ...] = (
         question="""The function below is the experts' part of a layer. It is right, and saves every tensor that it
             computes. Let it save what MoEBlaze's Algorithm 1 saves, and compute the rest again in the backward. That is
             `x`, the gates, the four index structures, `a`, `b` and `y_swi`, besides the weights: what
-            `account(layer, "moeblaze", "paper")` counts. Forward and backward run in two processes, and the bytes
-            between them are counted. Here the backward may use autograd.""",
+            `account(layer, "moeblaze", "paper")` counts. The backward needs only three of the four structures. Forward
+            and backward run in two processes, and the bytes between them are counted. Here the backward may use
+            autograd.""",
         project="function.CHECKPOINT",
         changes=CHECKPOINT_CHANGES,
         solution=CHECKPOINT,
@@ -287,8 +289,8 @@ EXERCISES: tuple[Exercise, ...] = (
             "`token` is int64; the structure that it is made of has half its bytes. `gate` is made of `gates`.",
             "The gate's gradient does not need `y`: `<d_out, y> = <d_out w3^T, y_swi>`.",
         ),
-        why="""The routed rows are gathered again, `silu(a)` is computed again, and `y` is not needed at all. Only the
-            gather and one product for the gates are extra work.""",
+        why="""The routed rows are gathered again, `silu(a)` is computed again, and `y` is not needed at all: the
+            product `d_out w3^T` serves the gates' gradient and that of `y_swi`.""",
     ),
     TorchExercise(
         name="saved-bytes",

@@ -112,7 +112,7 @@ EXERCISES: tuple[Exercise, ...] = (
         question="""Through a softmax, `d_logit = p * (d_p - mean)`, where `mean` is the sum of `p * d_p`. For the
             gates, `d_p` is `d_gates[token * k + j]` for the chosen experts and 0 for all others. So the mean runs over
             the chosen experts alone. Compute `mean`; `share_of(of_gates, row[chosen[j]])` is `p` of the `j`-th choice.
-            Subtract `shift` from each `d_p`. It is 0 here, and keeps digits when gates are renormalised.""",
+            Subtract `shift` from each `d_p`. It is 0 unless the gates are renormalised; there it keeps digits.""",
         task="gating.backward",
         kernel=D_LOGITS,
         change=(

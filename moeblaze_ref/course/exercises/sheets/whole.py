@@ -38,6 +38,8 @@ def _checkpoint(layers, L, d, layers_flops, head_flops):
 def _fits(gpus, capacity, division):
     expert, zero = map(int, whole_numbers("division", division, (2,)))
     checks.check_int("zero", zero, at_least=0, at_most=max(ZERO))
+    if expert < 1 or gpus % expert:
+        raise ValueError(f"expert is {expert}, but it must be a divisor of the {gpus} GPUs")
     stage = Run(QWEN, STEP, parallel=Parallel(data=gpus, expert=expert, zero=zero), checkpoint="layer").worst
     if zero == max(ZERO):
         return "ZeRO 3 gathers all weights in each forward and each backward: find a division without it"

@@ -103,8 +103,8 @@ struct SimtWork {
     uint64_t barriers;  // that the threads of a block pass, of the block that has the most
     uint64_t threads;   // of the grid, that write to memory
     // By which means: exchanges between a warp's lanes, by the thread that takes part in the most of a block; waits at
-    // mbarriers, by all threads; bytes of cp.async, by all threads.
-    uint64_t exchanges, waits, copied;
+    // mbarriers, by all threads; bytes of cp.async, by all threads, and those that had not arrived after a wait.
+    uint64_t exchanges, waits, copied, under_way;
 };
 
 // One access of one thread, or an operation: a wait, an exchange, a copy by the engine, a trap.
