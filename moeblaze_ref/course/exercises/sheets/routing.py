@@ -172,8 +172,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "The report names `gates`, not `probs`. Which factor scales the gates, and which the probabilities?",
         ),
         why="""Renormalised gates are a choice of the model, not an error; Mixtral has them. A kernel for both kinds of
-            model takes the choice as a parameter, `RENORMALIZE`. One without it is right for models that do not
-            renormalise.""",
+            model has the choice as a parameter, `RENORMALIZE`. Without it a kernel is right for one kind alone.""",
     ),
     KernelExercise(
         name="stable-softmax",

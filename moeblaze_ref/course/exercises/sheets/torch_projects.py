@@ -289,7 +289,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "`token` is int64; the structure that it is made of has half its bytes. `gate` is made of `gates`.",
             "The gate's gradient does not need `y`: `<d_out, y> = <d_out w3^T, y_swi>`.",
         ),
-        why="""The routed rows are gathered again, `silu(a)` is computed again, and `y` is not needed at all: the
+        why="""The routed rows are gathered again, and `silu(a)` is computed again. `y` is not needed at all: the
             product `d_out w3^T` serves the gates' gradient and that of `y_swi`.""",
     ),
     TorchExercise(
