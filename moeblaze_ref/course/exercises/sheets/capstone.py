@@ -163,8 +163,9 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         why="""In silver and gold, an element of `x` is read once for every block that its row meets. One of `w1` is
             read once for every tile of its expert's rows. In bronze each thread that needs an element reads it.
-            Doubling both sides of the tile halves both. With corners of 8 x 8 each thread holds 128 sums in registers.
-            Larger tiles need more threads, or tensor cores, which the later versions of the kernel use. Fewer bytes
-            need not be less time: with so many registers a block, fewer blocks run at once. Measure both on your GPU.""",
+            Doubling both sides of the tile halves both. With corners of 8 x 8 each thread holds 128 sums in
+            registers. Larger tiles need more threads, or tensor cores, which the later versions of the kernel use.
+            Fewer bytes need not be less time: with so many registers a block, fewer blocks run at once. Measure
+            both on your GPU.""",
     ),
 )
