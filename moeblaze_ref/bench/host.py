@@ -26,6 +26,7 @@ WORKS = ("forward", "step")
 UNIT = "torch.add"
 EMPTY = "step of an empty node"  # what autograd alone costs
 Contender = tuple[str, bool]  # of WORKS, and whether launch plans are allowed
+Make = Callable[..., torch.nn.Module]  # a layer of a config, with a ``device`` and ``dtype``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +45,19 @@ class Row:
     units: float  #: host_us over unit_us
 
 
-def time_host(preset: str, config: MoEConfig, repetitions: int, device: Device) -> list[dict[str, Any]]:
+def layer_of(config: MoEConfig, **place: Any) -> torch.nn.Module:
+    """Return the project's layer on one device."""
+    return MoELayer(config.d, config.h, config.E, config.k, config.activation, **place)
+
+
+def time_host(
+    preset: str, config: MoEConfig, repetitions: int, device: Device, make: Make = layer_of
+) -> list[dict[str, Any]]:
     """Time forward and step, with and without launch plans, interleaved with ``torch.add``: a `Row` as dict for each.
 
     ``preset`` is the layer's name in the rows.
     """
-    works = works_of(config, device)
+    works = works_of(config, device, make)
     contenders: dict[Any, Callable[[], object]] = {UNIT: unit_of(device), (EMPTY, False): empty_step_of(config, device)}
     contenders |= {(name, plans): _called(work, plans) for name, work in works.items() for plans in (False, True)}
     before = use_launch_plans()
@@ -77,10 +85,10 @@ def time_host(preset: str, config: MoEConfig, repetitions: int, device: Device) 
     ]
 
 
-def works_of(config: MoEConfig, device: Device) -> dict[str, Callable[[], object]]:
+def works_of(config: MoEConfig, device: Device, make: Make = layer_of) -> dict[str, Callable[[], object]]:
     """What is timed, by its name: calls of one layer that prepare no inputs."""
     place: dict[str, Any] = {"device": device.torch_device, "dtype": getattr(torch, config.dtype)}
-    layer = MoELayer(config.d, config.h, config.E, config.k, config.activation, **place)
+    layer = make(config, **place)
     x, d_out = (torch.randn(config.L, config.d, **place) for _ in range(2))  # (L, d)
     leaves = [x.requires_grad_(), *layer.parameters()]
     return {
@@ -112,7 +120,7 @@ def empty_step_of(config: MoEConfig, device: Device) -> Callable[[], object]:
     """A step of a node with the layer's tensors that does nothing: forward and backward."""
     place: dict[str, Any] = {"device": device.torch_device, "dtype": getattr(torch, config.dtype)}
     x, d_out = (torch.randn(config.L, config.d, **place) for _ in range(2))  # (L, d)
-    leaves = [x, *MoELayer(config.d, config.h, config.E, config.k, config.activation, **place).parameters()]
+    leaves = [x, *layer_of(config, **place).parameters()]
     x.requires_grad_()
     return lambda: torch.autograd.grad(_Empty.apply(*leaves), leaves, d_out)
 

@@ -1,4 +1,4 @@
-"""Fills what docs/parallel.md says of measurements from the records of ``moeblaze_ref.cli.parallel_bench``.
+"""Fills what docs/parallel.md says of measurements from the records of ``cli.parallel_bench`` and ``parallel_host``.
 
 ``python -m moeblaze_ref.parallel.document`` writes everything again.
 """
@@ -14,7 +14,8 @@ from moeblaze_ref.parallel import findings
 
 DOCUMENT = DOCS / "parallel.md"
 KEYS = ("rows", "gpus", "steps", "token_s", "bandwidth", "exchange_s", "rest_s", "device", "versions", "commit")
-RECORDS = {
+HOST_KEYS = ("rows", "preset", "device", "versions", "commit")
+RECORDS = {"host": DOCS / "results" / "ep_host_h200.json"} | {
     f"{model}_x{gpus}": DOCS / "results" / f"ep_h200x{gpus}_{model}.json"
     for gpus in (2, 4)
     for model in ("gptoss", "mixtral")
@@ -29,7 +30,8 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     ValueError
         If there is no block of that name, or a file is no record of the benchmark.
     """
-    return documents.fill(text, {name: partial(_block, path) for name, path in paths.items()})
+    blocks = {name: _host_block if name == "host" else _block for name in paths}
+    return documents.fill(text, {name: partial(blocks[name], path) for name, path in paths.items()})
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -37,12 +39,29 @@ def load(path: Path) -> dict[str, Any]:
     return records.read(path, KEYS)
 
 
+def load_host(path: Path) -> dict[str, Any]:
+    """A record of `moeblaze_ref.cli.parallel_host`; errors as in `records.read`."""
+    return records.read(path, HOST_KEYS)
+
+
 def _block(path: Path) -> str:
     """Return the summary of a record and its origin; empty without a record."""
     if not path.exists():
         return ""
     found = load(path)
-    return "\n\n".join([findings.summary(found), "\n".join(documents.place(found))])
+    return _with_origin(findings.summary(found), found)
+
+
+def _host_block(path: Path) -> str:
+    """Return the table of a record of the host's time and its origin; empty without a record."""
+    if not path.exists():
+        return ""
+    found = load_host(path)
+    return _with_origin(findings.host(found), found)
+
+
+def _with_origin(said: str, found: Mapping[str, Any]) -> str:
+    return "\n\n".join([said, "\n".join(documents.place(found))])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sentences and tables from a record of ``moeblaze_ref.cli.parallel_bench``."""
+"""Sentences and tables from the records of ``moeblaze_ref.cli.parallel_bench`` and ``parallel_host``."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,8 @@ from moeblaze_ref.core import documents
 HEADINGS = ("map", "step ms", "p99", "modelled", "simulated", "experts", "modelled", "exchange", "modelled")
 GAINS = ("step", "step, modelled", "step, simulated", "experts' tail", "exchange's tail")
 CONTIGUOUS = "contiguous"
+HOST_HEADINGS = ("layer", "work", "plans", "host us", "torch.adds", "device us", "kernels", "torch operations")
+HOST_WORDS = 3  # of these headings stand over words
 MANY = 100  # steps, below which the 99th percentile lies between the slowest two
 
 Row = Mapping[str, Any]  # of `bench.Found`
@@ -140,3 +142,34 @@ def _of_one_map(names, rows):
         f"and their exchange's {exchanges:.1%}. Two measurements of one map differ by at least as much, so "
         "smaller gains mean nothing."
     )
+
+
+# The host's time ------------------------------------------------------------------------------------------------------
+
+
+def host(found: Mapping[str, Any]) -> str:
+    """What a step over one rank costs the host and the device, beside one device: a table, and what plans gain."""
+    rows = found["rows"]
+    of_steps = {(row["preset"], row["plans"]): row["host_us"] for row in rows if row["work"] == "step"}
+    roomy = "ExpertParallelMoE with room"
+    shape = ", ".join(f"{name} = {size:,}" for name, size in rows[0]["shape"].items())
+    gain = of_steps[roomy, False] / of_steps[roomy, True]
+    said = (
+        f"A layer of {shape}, in {rows[0]['dtype']}. With room for its rows, launch plans make a step {gain:.1f} times"
+    )
+    table = documents.table(HOST_HEADINGS, [host_cells(row) for row in rows], HOST_WORDS)
+    return f"{said} as fast for the host.\n\n{table}"
+
+
+def host_cells(row: Row) -> list[str]:
+    """A line of ``HOST_HEADINGS``; the device's part is known of steps."""
+    words = [
+        row["preset"],
+        row["work"],
+        "yes" if row["plans"] else "no",
+        f"{row['host_us']:.0f}",
+        f"{row['units']:.0f}",
+    ]
+    if "device_us" not in row:
+        return [*words, "", "", ""]
+    return [*words, f"{row['device_us']:.0f}", f"{row['kernels']:.0f}", f"{row['torch_operations']:.0f}"]

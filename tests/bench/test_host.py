@@ -33,7 +33,7 @@ class Clock:
         monkeypatch.setattr(host.time, "perf_counter", lambda: self.now / 1e6)
         monkeypatch.setattr(host, "unit_of", lambda device: lambda: self.take(host.UNIT))
         monkeypatch.setattr(host, "empty_step_of", lambda *_: lambda: self.take((host.EMPTY, False)))
-        monkeypatch.setattr(host, "works_of", lambda config, device: {name: self.work(name) for name in host.WORKS})
+        monkeypatch.setattr(host, "works_of", lambda *_: {name: self.work(name) for name in host.WORKS})
 
     def work(self, name):
         return lambda: self.take((name, launch_plans._allowed.get()))
