@@ -45,7 +45,7 @@ class Trip:
 
     ``copies`` is a partial dispatch of L tokens over the ranks, of tensors: slot (token, j) has a row if its expert is
     on a rank that no earlier slot of the token is for. The stages are of this rank's device, ``bridge`` is the way to
-    it. ``real`` says which rows are of a token, if not all are.
+    it. ``spare`` says which rows are of no token, if some are.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Trip:
         bridge: Bridge,
         copies: Dispatch,
         counts: Counts,
-        real: Tensor | None = None,
+        spare: Tensor | None = None,
     ):
         self._ranks, self._combine, self._bridge = ranks, stages.combine, bridge
-        self._copies, self.counts, self._real = copies, counts, real
+        self._copies, self.counts, self._spare = copies, counts, spare
 
     @classmethod
     def planned(cls, ranks: RankGroup, stages: Stages, bridge: Bridge, homes: Tensor) -> "Trip":
@@ -108,8 +108,8 @@ class Trip:
         G, rows = ranks.size, capacity.rows
         checks.check_routed_rows(G * rows, homes.shape[1])
         found = build_open(bridge.array(first_slots(homes)), G, bridge.executor)
-        copies, real, overflowed = _padded(found.map(bridge.tensor), rows)
-        return cls(ranks, stages, bridge, copies, counts_within(capacity, G, homes.shape[1]), real), overflowed
+        copies, spare, overflowed = _padded(found.map(bridge.tensor), rows)
+        return cls(ranks, stages, bridge, copies, counts_within(capacity, G, homes.shape[1]), spare), overflowed
 
     @classmethod
     def again(
@@ -131,8 +131,8 @@ class Trip:
         sent, received, _ = self.counts
         rows = rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])  # what rows of no token are taken from
         picked = rows[self._copies.expert_token_indices]
-        if self._real is not None and absent is not None:
-            picked.masked_fill_(~self._real[:, None], absent)
+        if self._spare is not None and absent is not None:
+            picked.masked_fill_(self._spare[:, None], absent)
         return called(self._ranks.exchange, picked, sent, received)
 
     def back(self, rows: Tensor) -> Tensor:
@@ -161,25 +161,25 @@ def first_slots(homes: Tensor) -> Tensor:
 
 
 def _padded(found: Dispatch, rows: int) -> tuple[Dispatch, Tensor, Tensor]:
-    """A dispatch with so many rows for each of G ranks, which of them (G * rows,) are of a token, and if more were due.
+    """A dispatch with so many rows for each of G ranks, which of them (G * rows,) are of none, and if more were due.
 
     If more were due, no slot has a row: what comes back has no place for them.
     """
     starts, lengths = found.expert_token_offsets[:-1], found.expert_token_offsets.diff()  # (G,)
     overflowed = (lengths > rows).any()
     room = torch.arange(rows, device=starts.device)
-    real = room < lengths[:, None]  # (G, rows)
-    tokens = pad(found.expert_token_indices, (0, 1))  # one at least, to look at
-    at = (starts[:, None] + room).clamp(max=len(tokens) - 1)
-    rank = found.token_expert_indices.long()  # (L * k,)
-    moved = found.token_index_map - starts[rank] + rank.int() * rows
+    spare = room >= lengths[:, None]  # (G, rows)
+    tokens = pad(found.expert_token_indices, (0, 1))  # a spare row has the last, which is 0
+    at = (starts[:, None] + room).masked_fill(spare, len(tokens) - 1)
+    offsets = rows * torch.arange(len(starts) + 1, dtype=torch.int32, device=starts.device)
+    moved = found.token_index_map + (offsets[:-1] - starts)[found.token_expert_indices.long()]  # (L * k,)
     copies = replace(
         found,
-        expert_token_indices=tokens[at].masked_fill(~real, 0).flatten(),
-        expert_token_offsets=rows * torch.arange(len(starts) + 1, dtype=torch.int32, device=starts.device),
+        expert_token_indices=tokens[at].flatten(),
+        expert_token_offsets=offsets,
         token_index_map=moved.masked_fill((found.token_index_map == EMPTY) | overflowed, EMPTY),
     )
-    return copies, real.flatten(), overflowed
+    return copies, spare.flatten(), overflowed
 
 
 def _counts(ranks: RankGroup, copies: Tensor, homes: Tensor) -> Counts:
