@@ -5,7 +5,6 @@ the SIMT executor's map, and "cublasGemmEx" asks torch. So a plan is sent by the
 real results.
 """
 
-import contextlib
 import ctypes
 import functools
 import itertools
@@ -19,7 +18,7 @@ from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.runtime.simt.executor import Dim, SimtLaunch, _array_type, _Buffer
 from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.runtime.tensor_map import ITEMSIZE
-from moeblaze_ref.runtime.torch_executor import TensorBridge, TensorModule, TorchExecutor
+from moeblaze_ref.runtime.torch_executor import TensorBridge, TensorModule, TorchExecutor, without_autocast
 
 _U, _P = ctypes.c_uint, ctypes.c_void_p
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, _P, _U, _U, _U, _U, _U, _U, _U, _P, ctypes.POINTER(_P), _P)
@@ -192,4 +191,4 @@ class SimtTensorBridge(TensorBridge):
         self.executor = executor
 
     def running(self):
-        return contextlib.nullcontext()
+        return without_autocast("cpu")

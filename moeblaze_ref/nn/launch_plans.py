@@ -26,7 +26,7 @@ from moeblaze_ref.runtime.simt.cache import SimtUnavailable
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.runtime.torch_executor import TorchExecutor
 
-CAPACITY = 256  # plans that are kept, those used last
+CAPACITY = 1024  # plans that are kept, those used last
 log = logging.getLogger(__name__)
 
 Inputs = list[Tensor | None]
@@ -92,6 +92,7 @@ class _Cache:
             self._found.move_to_end(key)
             if len(self._found) > CAPACITY:
                 self._found.popitem(last=False)
+                log.info("more than %d calls of layers may have a launch plan: the oldest is forgotten", CAPACITY)
 
     def __len__(self) -> int:
         return len(self._found)
@@ -243,7 +244,10 @@ def _record(
 
 
 def own_tensors(system: System) -> list[Tensor]:
-    """The tensors that a system has besides what it is given: its fields, and the buffers of those that are modules."""
+    """The tensors that a system has besides what it is given: its fields, and the buffers of those that are modules.
+
+    Such a buffer is written in place: a plan keeps the tensor, and its key has the module.
+    """
     fields: tuple[Any, ...] = tuple(cast(Any, system))
     buffers = [tensor for field in fields if isinstance(field, nn.Module) for tensor in field.buffers()]
     return [field for field in fields if isinstance(field, Tensor)] + buffers

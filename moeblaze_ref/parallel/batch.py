@@ -56,7 +56,7 @@ class BatchGating:
         tokens = len(topk_experts)
         shares = self._bridge.tensor(expert_shares(topk_experts, num_experts, self._bridge.executor))
         rows = shares.double() * tokens if tokens else torch.zeros_like(shares, dtype=torch.float64)
-        together = called(self._ranks.total, pad(rows, (0, 1), value=tokens))
+        together = called(self._ranks, "total", pad(rows, (0, 1), value=tokens))
         rows, all_tokens = together.split([num_experts, 1])
         all_tokens = all_tokens.clamp(min=1).squeeze()
         self.shares, self.part = (rows / all_tokens).float(), (tokens / all_tokens).float()

@@ -139,5 +139,5 @@ class SharedExperts(nn.Module):
 
     def _exchange(self, rows):
         """Return which of the n experts each rank holds too, and its rows of them."""
-        came = called(self.ranks.exchange, rows[self.places[self.shared]], self.counts, self.counts)
+        came = called(self.ranks, "exchange", rows[self.places[self.shared]], self.counts, self.counts)
         return list(zip(self.shared.split(self.counts), came.split(self.counts), strict=True))

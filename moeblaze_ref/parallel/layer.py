@@ -158,6 +158,11 @@ class ExpertParallelMoE(KernelMoE):
                 assert theirs is not None  # as w2 is, of an activation without it
                 mine.copy_(theirs[self.experts])
 
+    @property
+    def has_launch_plans(self) -> bool:
+        """Whether calls may replay launch plans on a GPU: with room for their rows they do not wait for the host."""
+        return self.capacity is not None
+
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
         policy = self.policy if has_backward(x, weights) else "inputs"
         return _OverRanks(
@@ -223,7 +228,7 @@ class _OverRanks(NamedTuple):
         batch = BatchGating(stages.gating, bridge, self.ranks)
         choice = layer.choose(batch.within(stages), x, weights.wg, self.k, self.renormalize, topk_experts)
         chosen, gates, *losses = bridge.tensors(choice)
-        balance, z = called(self.ranks.total, torch.stack(losses) * batch.part).unbind()
+        balance, z = called(self.ranks, "total", torch.stack(losses) * batch.part).unbind()
         homes = self.holders.homes(chosen)
         way = self.ranks, stages, bridge, homes
         trip, overflowed = (Trip.planned(*way), None) if self.capacity is None else Trip.within(*way, self.capacity)
@@ -261,7 +266,7 @@ class _OverRanks(NamedTuple):
             )
         )
         if d_wg is not None:
-            d_wg = called(self.ranks.total, d_wg.float()).to(d_wg.dtype)
+            d_wg = called(self.ranks, "total", d_wg.float()).to(d_wg.dtype)
         return *bridge.arrays([d_x, d_wg]), *self._over_holders(bridge, experts[2:5])
 
     def note(self, overflowed: Tensor, rows: Tensor):

@@ -35,6 +35,8 @@ def check_initialised():
 class RankGroup(ABC):
     """The ranks that share a layer's experts, as one of them sees them. All make the same calls in the same order.
 
+    A group is hashable, as objects are that define no ``__eq__``: launch plans belong to it.
+
     Attributes
     ----------
     rank : int

@@ -133,12 +133,12 @@ class Trip:
         picked = rows[self._copies.expert_token_indices]
         if self._spare is not None and absent is not None:
             picked.masked_fill_(self._spare[:, None], absent)
-        return called(self._ranks.exchange, picked, sent, received)
+        return called(self._ranks, "exchange", picked, sent, received)
 
     def back(self, rows: Tensor) -> Tensor:
         """Rows, one for each that came, to their tokens' rank: the sum (L, n) of what came back of each token."""
         sent, received, _ = self.counts
-        returned = called(self._ranks.exchange, rows, received, sent)
+        returned = called(self._ranks, "exchange", rows, received, sent)
         weights = torch.ones(self._copies.L, self._copies.k, device=rows.device)
         arrays = self._bridge.arrays([returned, weights])
         return self._bridge.tensor(self._combine.forward(*arrays, self._copies.map(self._bridge.array)))

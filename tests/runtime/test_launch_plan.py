@@ -247,28 +247,33 @@ def test_what_is_no_operation_is_called_again():
     """With tensors of the step; what it does inside is not recorded, and it may write over what it is given."""
     seen = []
 
-    def gathered(rows, counts):
-        seen.append(rows.shape)
-        return torch.cat([row * count for row, count in zip(rows, counts, strict=True)])
+    class Library:
+        def gathered(self, rows, counts):
+            seen.append(rows[0].shape)
+            return torch.cat([row * count for row, count in zip(*rows, counts, strict=True)])
 
-    def grown(total):
-        total.numpy()[:] += 1  # as another library would
-        return total
+        def grown(self, total):
+            total.numpy()[:] += 1  # as another library would
+            return total
+
+    library = Library()
 
     def call(x):
-        found = called(gathered, x.view(2, 2), [2, 3])
-        total = called(grown, found + 1)
+        found = called(library, "gathered", (x.view(2, 2),), [2, 3])
+        total = called(library, "grown", found + 1)
         (copied,) = launch_on(total)
         return [found, total[:3], copied]
 
     plan, _ = recorded(call, torch.zeros(4))
-    assert torch.equal(called(grown, torch.zeros(4)), torch.ones(4))  # without a recorder
+    assert torch.equal(called(library, "grown", torch.zeros(4)), torch.ones(4))  # without a recorder
     for number in (1.0, 2.0):
         found, total, copied = plan.run([torch.full((4,), number)], 0)
         expected = number * torch.tensor([2.0, 2.0, 3.0, 3.0])
         assert torch.equal(found, expected)
         assert torch.equal(total, expected[:3] + 2) and torch.equal(copied, expected + 2)
     assert len(seen) == 3 and len(plan._parts) == 4
+    library.grown = torch.neg_  # a replay calls the method that there is now
+    assert torch.equal(plan.run([torch.ones(4)], 0)[1], -torch.tensor([3.0, 3.0, 4.0]))
 
 
 def test_a_call_reads_and_writes_its_own_tensors():
@@ -396,6 +401,14 @@ def with_a_constant(x):
     return [one]
 
 
+def with_an_out(x, number):
+    return torch.add(number, x[:1], out=number)
+
+
+def grown_product(number):
+    return number.addmm_(number, number)
+
+
 @pytest.mark.parametrize(
     ("call", "why"),
     [
@@ -405,7 +418,10 @@ def with_a_constant(x):
         (lambda x: [OUTSIDE], r"a tensor of shape \(4,\) is neither an input nor allocated by the call"),
         (with_a_constant, "a kernel writes to a constant"),
         (lambda x: [torch.full((1,), 0.5).add_(x[:1])], "aten.add_.Tensor writes over a number that each step reads"),
-        (lambda x: [called(torch.neg_, torch.full((1,), 0.5)) + x], "writes over a number that each step reads"),
+        (lambda x: [called(torch, "neg_", torch.full((1,), 0.5)) + x], "writes over a number that each step reads"),
+        (lambda x: [called(torch, "cat", [torch.full((1,), 0.5), x])], "writes over a number that each step reads"),
+        (lambda x: [with_an_out(x, torch.full((1,), 0.5))], "writes over a number that each step reads"),
+        (lambda x: [grown_product(torch.full((1, 1), 0.5, dtype=torch.bfloat16))], "writes over a number"),
     ],
 )
 def test_what_cannot_be_replayed_has_no_plan(call, why):
@@ -417,6 +433,12 @@ def test_a_number_is_made_once():
     plan, _ = recorded(lambda x: [x * torch.full((1,), 0.5)], torch.zeros(4))
     assert len(plan._parts) == 1
     assert torch.equal(plan.run([torch.ones(4)], 0)[0], torch.full((4,), 0.5))
+
+
+def test_a_number_that_is_a_result_belongs_to_the_step():
+    plan, _ = recorded(lambda x: [torch.full((1,), 0.5), x * 1], torch.zeros(4))
+    first, second = (plan.run([torch.ones(4)], 0)[0].mul_(factor) for factor in (2, 3))
+    assert (float(first), float(second)) == (1.0, 1.5)
 
 
 def test_the_peak_is_that_of_the_call_and_an_input_that_it_frees_counts():

@@ -155,6 +155,6 @@ def over(value: Any, tensors: list[Tensor | None]) -> Any:
     """An operation's argument, each `View` in it as a tensor of this step."""
     if isinstance(value, View):
         return value.of(tensors)
-    if isinstance(value, list):
-        return [over(item, tensors) for item in value]
+    if isinstance(value, list | tuple):
+        return type(value)(over(item, tensors) for item in value)
     return value

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Plan:
     def __init__(self, recorder: Recorder, results: Sequence[Tensor | None], device: torch.device, driver: Driver):
         recorder.check()
         self._results = [None if tensor is None else recorder.view(tensor) for tensor in results]
+        self._copied = [i for i, tensor in enumerate(results) if tensor is not None and recorder.is_number(tensor)]
         lasting = {view.buffer for view in self._results if view} | {*range(recorder.num_inputs)} - recorder.freed()
         lives = Lives(recorder.events, lasting)
         self._unread = [number for number in range(recorder.num_inputs) if number not in lives.last]
@@ -69,7 +70,10 @@ class Plan:
                 tensors[number] = None
         for number, make in self._unused:
             tensors[number] = make()
-        return [view and view.of(tensors) for view in self._results]
+        found = [view and view.of(tensors) for view in self._results]
+        for place in self._copied:  # the next step reads the number, whatever its owner does to this one
+            found[place] = cast(Tensor, found[place]).clone()
+        return found
 
 
 Makers = list[tuple[int, Callable[[], Tensor]]]
@@ -114,13 +118,20 @@ def _launches(part: Part, device: torch.device, driver: Driver) -> Callable[[Ten
     return work if part.arena else work_without_arena
 
 
-# The same operations by torch's Python bindings, which cost the host 2 microseconds less than an overload.
+# The same operations by torch's Python bindings, which cost the host 2 microseconds less than an overload. They take
+# the same arguments.
+_OF_TORCH = (
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "reciprocal.default", "clamp.default", "sum.default"),
+    *("eq.Tensor", "eq.Scalar", "ne.Scalar", "gt.Scalar", "ge.Tensor", "bitwise_or.Tensor", "any.default", "any.dim"),
+    *("arange.default", "cat.default", "clone.default", "constant_pad_nd.default", "masked_fill.Scalar", "mm.default"),
+    *("ones.default", "stack.default", "tril.default"),
+)
+_OF_TENSORS = ("add_.Tensor", "addmm_.default", "logical_or_.default", "masked_fill_.Scalar")
 _BINDINGS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.mm.default: torch.mm,
-    torch.ops.aten.addmm_.default: Tensor.addmm_,
-    torch.ops.aten.add_.Tensor: Tensor.add_,
-    torch.ops.aten._to_copy.default: Tensor.to,
-}
+    getattr(getattr(torch.ops.aten, name), overload): getattr(owner, name)
+    for owner, names in ((torch, _OF_TORCH), (Tensor, _OF_TENSORS))
+    for name, overload in (each.split(".") for each in names)
+} | {torch.ops.aten._to_copy.default: Tensor.to}
 
 
 def _operation(operation: Operation) -> Callable[[Tensors, int], None]:

@@ -112,6 +112,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         elif matrices := _matrices(function, args, kwargs, results):
             for tensor in new:
                 self._add(tensor, _allocation(tensor))
+            if self.is_number(matrices[2]):
+                self._refuse(f"{function} writes over a number that each step reads")
             self._multiplied(*matrices, grows=not new)
         elif new or function._schema.is_mutable:
             self._operated(function, args, kwargs, results, new)
@@ -121,7 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         self, function: Any, args: Any, kwargs: Any, results: Sequence[Tensor], new: Sequence[Tensor]
     ) -> None:
         """Note what torch has computed by one function, or another library has."""
-        if any(self._is_number(tensor) for tensor in _written(function, args)):
+        if any(self.is_number(tensor) for tensor in _written(function, args, kwargs)):
             self._refuse(f"{function} writes over a number that each step reads")
         args, kwargs = self._views((args, kwargs))
         fresh = {id(tensor) for tensor in new}
@@ -145,7 +147,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         return Matrix(pointer, columns, tensor.shape[0 if columns else 1], str(tensor.dtype).removeprefix("torch."))
 
     def called(self, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-        """Call a function that is no operation of torch's, and note it: see `launch_plan.called`."""
+        """Call what is no operation of torch's, and note it: see `launch_plan.called`."""
         self._bury()
         with _disable_current_modes():
             result = function(*args)
@@ -227,8 +229,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             self._refuse(str(why))
             return (), {}
 
-    def _is_number(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a constant, which nothing may write over."""
+    def is_number(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a number that each step reads, so that nothing may write over it."""
         place = self._place_of(tensor.data_ptr())
         return place is not None and place.buffer.constant is not None and place.buffer.number not in self._own
 
@@ -280,13 +282,15 @@ def _matrices(
     return (left, right, out) if narrow and packed else None
 
 
-def _written(function: Any, args: Any) -> list[Tensor]:
+def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among the arguments that a function may write over; of one that has no schema, all."""
     schema = getattr(function, "_schema", None)
-    if schema is None:
-        return [arg for arg in args if isinstance(arg, Tensor)]
-    pairs = zip(args, schema.arguments, strict=False)
-    return [arg for arg, said in pairs if isinstance(arg, Tensor) and said.alias_info and said.alias_info.is_write]
+    if schema is not None:
+        named = dict(zip((said.name for said in schema.arguments), args, strict=False)) | kwargs
+        written = [said.name for said in schema.arguments if said.alias_info and said.alias_info.is_write]
+        args, kwargs = [named.get(name) for name in written], {}
+    leaves, _ = tree_flatten((args, kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _allocation(tensor: Tensor) -> Callable[[], Tensor]:
@@ -299,19 +303,28 @@ _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 current = _recorder.get  # the recorder of this thread, which each launch tells of itself
 
 
-def called(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call a function that is no operation of torch's, such as a collective; a launch plan calls it again.
+def called(owner: Any, method: str, *args: Any) -> Tensor:
+    """Call a method that is no operation of torch's, such as a collective; a launch plan calls it again.
 
     Parameters
     ----------
-    function : callable
-        It returns a tensor, which may be one that it was given. It may write over tensors that it is given. It has no
-        other effect on tensors, and its result's shape and dtype are the same in each step.
+    owner : object
+    method : str
+        Its name. It returns a tensor, which may be one that it was given. It may write over tensors that it is given.
+        It has no other effect on tensors, and its result's shape and dtype are the same in each step.
     *args
-        Tensors, numbers, and lists of them.
+        Tensors, numbers, and lists or tuples of them.
     """
     recorder = current()
-    return function(*args) if recorder is None else recorder.called(function, args)
+    if recorder is None:
+        return _called(owner, method, *args)
+    return recorder.called(functools.partial(_called, owner, method), args)
+
+
+def _called(owner: Any, method: str, *args: Any) -> Tensor:
+    """Call the method that the owner has now."""
+    found: Tensor = getattr(owner, method)(*args)
+    return found
 
 
 @contextmanager
