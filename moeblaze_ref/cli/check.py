@@ -105,7 +105,7 @@ def check(
     if coverage:
         raise typer.Exit(_show_coverage(context, as_json))
     if layer:
-        terms = Terms([dtype] if dtype else [], device or "cpu", seeds or 1, timeout or SECONDS, large)
+        terms = Terms([] if dtype is None else [dtype], device or "cpu", seeds or 1, timeout or SECONDS, large)
         raise typer.Exit(_check_layers(context, layer, terms, jobs or 1, Kept(record, resume, force), as_json))
     with user_errors():
         if given := [name for name in _given(context) if name in ("--seeds", "--device", "--jobs", "--resume")]:
@@ -127,7 +127,8 @@ def check(
         if gradients and stage:
             raise ValueError("--gradients checks the whole torch layer: leave --stage out")
         if options and kernel is None:
-            raise ValueError(f"{', '.join(options)}: only a check of one kernel has these; name it with --kernel")
+            flags = [name for name in _given(context) if name in _OF_ONE]
+            raise ValueError(f"{', '.join(flags)}: for a check of one kernel or layer, which --kernel or --layer names")
     if kernel is not None:
         raise typer.Exit(_check_kernel(kernel, stage or [], backend or [], options, record, force, as_json))
     command = "check" + " --gradients" * gradients + " --large" * large
@@ -175,6 +176,7 @@ def _show_coverage(context: typer.Context, as_json: bool) -> int:
     return 1 if gaps else 0
 
 
+_OF_ONE = "--grid --block --shared-bytes --budget --activation --dtype --define --timeout".split()
 _OF_LAYERS = "--layer --dtype --device --seeds --timeout --large --jobs --record --resume --force --json".split()
 
 

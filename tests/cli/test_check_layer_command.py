@@ -1,6 +1,8 @@
 """`moeblaze check --layer`: verdicts, and layers that crash, hang or cannot be made."""
 
 import json
+from json import JSONDecodeError
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from moeblaze_ref.cli.app import app
 from moeblaze_ref.cli.shared import print_error
 from moeblaze_ref.verify.layers import isolated
 from moeblaze_ref.verify.layers.adapters import plain
+from moeblaze_ref.verify.layers.faults import LayerFault
 
 LAYERS = """
 import os, sys, time
@@ -125,6 +128,28 @@ def test_the_step_in_which_a_layer_ends_is_named(here):
     for name, said in names.items():
         right, ended = check_layer.rows_of(f"my_layers:{name}", ["float32", "bfloat16"], "cpu", 1, 40)
         assert right.right and f"{said}bfloat16, a step, one token" in ended.first_problem
+
+
+def test_a_module_that_is_nowhere_or_exits_is_refused(here):
+    Path("exits.py").write_text("import sys\nsys.exit(3)\n")
+    done = moeblaze("check", "--layer", "my_layers:right", "--layer", "nowhere.layers:make")  # before any is checked
+    said = " ".join(done.output.split())
+    assert done.exit_code == 2 and "nowhere.layers cannot be imported: no nowhere is in " in said
+    done = moeblaze("check", "--layer", "exits:make")
+    assert done.exit_code == 2 and "exits cannot be imported: SystemExit: 3" in " ".join(done.output.split())
+
+
+def test_an_error_that_is_made_of_more_than_words_keeps_its_words():
+    found = isolated._plain(JSONDecodeError("Expecting value", "{", 1))
+    assert type(found) is ValueError and "Expecting value: line 1 column 2" in str(found)
+    fault = isolated._plain(LayerFault("the layer raised"))
+    assert type(fault) is LayerFault and str(fault) == "the layer raised"
+
+
+def test_options_of_a_kernel_or_a_layer_want_one():
+    done = moeblaze("check", "--timeout", "5", "--dtype", "float32")
+    said = "--dtype, --timeout: for a check of one kernel or layer, which --kernel or --layer names"
+    assert done.exit_code == 2 and said in " ".join(done.output.split())
 
 
 def test_the_verdict_says_what_a_layer_does_in_place_of_computing(here):

@@ -825,6 +825,7 @@ WITH_A_ROUTER = {"gate_up": torch.zeros(8, 512, 128), "down": torch.zeros(8, 128
         ({"multiple": 0}, "multiple is 0, but it must be >= 1"),
         ({"multiple": "8"}, "multiple is '8' (str), but it must be an integer"),
         ({"shared": -1}, "shared is -1, but it must be >= 0"),
+        ({"deterministic": "yes"}, "deterministic is a str, but it must be"),
         ({"dtypes": ()}, "dtypes is (), but it must be a tuple of one or more of torch.float32"),
         ({"dtypes": torch.float32}, "dtypes is torch.float32, but it must be a tuple of one or more of torch.float32"),
         ({"dtypes": ("float32",)}, "dtypes[0] is 'float32', but it must be torch.float32 or torch.bfloat16"),

@@ -73,7 +73,14 @@ def test_the_rows_of_all_experts_on_one_axis():
         ({"w.*": "gate_up: d d"}, "has the axes 'd d', but it must have those of 'd 2h' or 'd h2', in any order"),
         ({"w": "gate: hh d"}, "has the axes 'hh d', but it must have those of 'E d h', in any order"),
         ({"w.*": "gate: E d h"}, "'w.*' stands for one parameter an expert, so its layout has no E"),
-        ({"a": "gate: E d h", "b": "gate_up: E 2h d"}, "'b' has the weight 'gate', which another tensor has too"),
+        ({"a": "gate: E d h", "b": "gate_up: E 2h d"}, "'a' and 'b' both have the weight 'gate'"),
+        ({"a": "gate_up: E 2h2 d"}, "the layout 'gate_up: E 2h2 d' has the axes 'E 2h2 d', but it must have those of"),
+        (
+            {"a": "gate_up: E h 2d"},
+            "has the axes 'E h 2d', but it must have those of 'E d 2h' or 'E d h2', in any order",
+        ),
+        ({"a": "gate_up: 2E h d"}, "has the axes '2E h d', but it must have those of"),
+        ({"a": "down: d E*h"}, "has the axes 'd E*h', but it must have those of 'E h d', in any order"),
     ],
 )
 def test_a_layout_that_cannot_be_read(layouts, message):

@@ -2,8 +2,10 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +32,7 @@ def takes_gate(activation: Activation) -> bool:
 ALIGNED = 8  #: elements of 16 bytes in the narrow dtypes: the ``multiple`` of many layers
 INDEX_DTYPES = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in which layers are checked
+FLAGS = ("duplicates", "deterministic", "compiles", "autocasts", "strides", "retains", "graphs")
 GIVE_ROUTER = "give router, such as router='mixtral'"
 SHARED_EXPERT_GATE = "shared_expert_gate"  #: whose sigmoid multiplies the output of the shared expert
 SHARED = ("shared_gate", "shared_up", "shared_down", SHARED_EXPERT_GATE)
@@ -124,6 +127,8 @@ class Adapter:
         if self.weighs not in WEIGHS:
             raise ValueError(f"weighs is {self.weighs!r}, but it must be one of {', '.join(WEIGHS)}")
         self._check_dtypes()
+        for name in FLAGS:
+            checks.check_type(name, getattr(self, name), bool)
         checks.check_int("shared", self.shared, at_least=0)
         checks.check_int("multiple", self.multiple, at_least=1)
 
@@ -226,7 +231,8 @@ class Adapter:
 def _tensor_of(place: Place, tensors: Mapping[str, Tensor], sizes: Sizes, shared: int) -> Tensor:
     """Return the parameter, whose shape must be that of its layout."""
     if place.name not in tensors:
-        raise ValueError(f"weights names {place.name!r}, but the layer has {', '.join(tensors) or 'no tensor'}")
+        name = repr(place.name) if place.expert is None else f"{place.name!r} by a pattern with *, of {sizes.E} experts"
+        raise ValueError(f"weights names {name}, but the layer has {', '.join(tensors) or 'no tensor'}")
     known = layouts.lengths(sizes._asdict(), shared)
     tensor, shape = tensors[place.name], place.layout.shape(known)
     if tuple(tensor.shape) != shape:
@@ -295,6 +301,14 @@ def parts_of(name: str) -> tuple[str, str]:
     return module, attribute
 
 
+def check_is_there(module: str) -> None:
+    """Raise ValueError if the package of a module is nowhere; nothing is imported."""
+    top = module.partition(".")[0]
+    if top in sys.builtin_module_names or PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]):
+        return
+    raise ValueError(f"{module} cannot be imported: no {top} is in {Path.cwd()} or on PYTHONPATH")
+
+
 def load(name: str) -> Factory:
     """Import the factory that ``MODULE:FACTORY`` names.
 
@@ -304,17 +318,19 @@ def load(name: str) -> Factory:
         If the text has another form, the module cannot be imported, or it has no such function.
     """
     module, attribute = parts_of(name)
+    check_is_there(module)
     try:
         imported = importlib.import_module(module)
     except ImportError as error:
-        top = module.partition(".")[0]
-        why = f"no {top} is in {Path.cwd()} or on PYTHONPATH" if error.name == top else error
-        raise ValueError(f"{module} cannot be imported: {why}") from None
-    except Exception as error:
+        raise ValueError(f"{module} cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{module} cannot be imported: {in_a_line(error)}") from error
-    if not hasattr(imported, attribute):
-        raise ValueError(f"{module} has no {attribute}")
-    factory: Factory = getattr(imported, attribute)
+    try:
+        factory: Factory = getattr(imported, attribute)
+    except AttributeError:
+        raise ValueError(f"{module} has no {attribute}") from None
+    except Exception as error:
+        raise ValueError(f"{name} cannot be read: {in_a_line(error)}") from error
     if not callable(factory):
         raise ValueError(f"{name} is {kind(factory)}, but it must be a factory: a function that returns an Adapter")
     return factory

@@ -90,6 +90,14 @@ def _work(sending: Connection, work: Callable[..., Iterable[Any]], arguments: tu
             sending.send(("value", value))
         sending.send(("done", None))
     except (ValueError, TypeError) as error:
-        sending.send(("error", type(error)(*map(str, error.args))))
+        sending.send(("error", _plain(error)))
     except BaseException as error:  # sys.exit is one
         sending.send(("error", ChildProcessError(in_a_line(error))))
+
+
+def _plain(error: ValueError | TypeError) -> Exception:
+    """The same error with its words alone; of a kind that is made otherwise, a ValueError with them."""
+    try:
+        return type(error)(*map(str, error.args))
+    except TypeError:  # such as JSONDecodeError
+        return ValueError(in_a_line(error))

@@ -36,6 +36,7 @@ FUSED = {
     "up_gate_bias": ("up_bias", "gate_bias"),
     "shared_gate_up": ("shared_gate", "shared_up"),
 }
+DOUBLED = ("2{}", "{}2")  #: an axis of gate and up, one after the other or alternating
 MERGED = "E*"  #: before the axis that is one with that of the experts
 BUFFERS = ("selection_bias",)  #: what no gradient reaches
 Weights = dict[str, Tensor]  # by role
@@ -73,10 +74,13 @@ class Layout(NamedTuple):
             raise ValueError(
                 f"the layout {text!r} names {name!r}, but a weight is one of {', '.join((*ROLES, *FUSED))}"
             )
-        layout = cls(roles, tuple(axes.replace(MERGED, "E ").split()), axes.startswith(MERGED), num_experts)
+        merged = axes.startswith(MERGED)
+        layout = cls(roles, tuple((f"E {axes[2:]}" if merged else axes).split()), merged, num_experts)
         plain = ROLES[roles[0]]
         right = {plain, plain[1:]} if plain[0] == "E" else {plain}
-        if not any(sorted(layout.plain) == sorted(wanted) for wanted in right) or layout._fuses != len(roles) - 1:
+        known = set(layout.axes) <= {*plain, *(form.format(axis) for form in DOUBLED for axis in plain if axis in "hs")}
+        named = any(sorted(layout.plain) == sorted(wanted) for wanted in right)
+        if not known or not named or layout._fuses != len(roles) - 1:
             shown = plain[1:] if of_one and plain[0] == "E" else plain
             allowed = " or ".join(repr(form) for form in _forms(shown, len(roles) > 1))
             raise ValueError(
@@ -122,7 +126,7 @@ class Layout(NamedTuple):
 
 def _forms(axes: Sequence[str], fused: bool) -> list[str]:
     """How a layout of these axes may be written, but for their order."""
-    doubled = ("2{}", "{}2") if fused else ("{}",)
+    doubled = DOUBLED if fused else ("{}",)
     return [" ".join(form.format(axis) if axis in "hs" else axis for axis in axes) for form in doubled]
 
 
@@ -149,15 +153,17 @@ def places(layouts: Mapping[str, str], num_experts: int) -> list[Place]:
         If a layout cannot be read, or two tensors have the same weight.
     """
     found: list[Place] = []
+    taken: dict[str, str] = {}  # the name of each weight's parameter
     for name, text in layouts.items():
         each = "*" in name
         layout = Layout.parse(text, num_experts, of_one=each)
         if each == ("E" in layout.axes) and ROLES[layout.roles[0]][0] == "E":
             wrong = "one parameter an expert, so its layout has no E" if each else "all experts, so its layout has an E"
             raise ValueError(f"{name!r} stands for {wrong}: {text!r}")
-        taken = {role for place in found for role in place.layout.roles}
-        if twice := [role for role in layout.roles if role in taken]:
-            raise ValueError(f"{name!r} has the weight {twice[0]!r}, which another tensor has too")
+        for role in layout.roles:
+            if role in taken:
+                raise ValueError(f"{taken[role]!r} and {name!r} both have the weight {role!r}")
+        taken |= dict.fromkeys(layout.roles, name)
         experts = range(num_experts) if each else (None,)
         found += [Place(name if e is None else name.replace("*", str(e)), layout, e) for e in experts]
     return found

@@ -17,7 +17,9 @@ def on_gpu() -> dict[str, Factory]:
 
 
 def check_name(name: str) -> None:
-    """Check that an adapter has the name, or that it is ``MODULE:FACTORY``; no module is imported.
+    """Check that an adapter has the name, or that it is ``MODULE:FACTORY`` of a module that there is.
+
+    No module is imported.
 
     Raises
     ------
@@ -25,7 +27,8 @@ def check_name(name: str) -> None:
         If neither is so; the message proposes the nearest name.
     """
     if ":" in name:
-        adapter.parts_of(name)
+        module, _ = adapter.parts_of(name)
+        adapter.check_is_there(module)
         return
     known = factories() | on_gpu()
     projects = list(dict.fromkeys(one.partition("/")[0] for one in known))
