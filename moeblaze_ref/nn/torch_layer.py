@@ -113,6 +113,8 @@ class KernelMoE(MoEModule):
     ----------
     executor : str or None
         What ran the last forward: "cuda", "simt", or None before the first.
+    has_launch_plans : bool
+        Whether calls may replay launch plans on a GPU.
 
     Raises
     ------
@@ -121,11 +123,7 @@ class KernelMoE(MoEModule):
     """
 
     executor: str | None = None
-
-    @property
-    def has_launch_plans(self) -> bool:
-        """Whether calls may replay launch plans on a GPU."""
-        return True
+    has_launch_plans = True
 
     def _check_sizes(self, **sizes: int) -> None:
         super()._check_sizes(**sizes)
