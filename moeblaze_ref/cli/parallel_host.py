@@ -66,7 +66,7 @@ def measure(config: MoEConfig, repetitions: int, device: Device) -> list[dict[st
 
 
 def profiled(step: Callable[[], object], plans: bool, device: Device) -> dict[str, float]:
-    """Of one step: microseconds of the device's kernels, their number, and that of torch's operations."""
+    """Return microseconds of the device's kernels in a step, their number, and that of torch's operations."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.torch_device.type == "cuda" else [])]
     call = step if plans else without_launch_plans()(step)
     for _ in range(host.WARM_UP):
