@@ -622,9 +622,7 @@ def test_a_function_with_a_contract_is_shown_with_it():
     (code,) = code_of(show_source(gating.top_k))
     assert code.startswith("@implements(stage_contracts.TOP_K, ARRAYS)\ndef top_k(logits, k):\n")
     assert "argsort" in code and code in Path(gating.__file__).read_text()
-    line = gating.top_k.unchecked.__code__.co_firstlineno
-    caption = f"`moeblaze_ref/backends/numpy_ref/gating.py, line {line}`\n"
-    assert show_source(gating.top_k).data.startswith(caption)
+    assert show_source(gating.top_k).data.startswith("`moeblaze_ref/backends/numpy_ref/gating.py`\n")
 
 
 def test_numba_kernels_and_methods_are_shown_too():
