@@ -128,7 +128,8 @@ def check(
             raise ValueError("--gradients checks the whole torch layer: leave --stage out")
         if options and kernel is None:
             flags = [name for name in _given(context) if name in _OF_ONE]
-            raise ValueError(f"{', '.join(flags)}: for a check of one kernel or layer, which --kernel or --layer names")
+            layers = ", or of a layer, which --layer names" if {*flags} <= {*_OF_LAYERS} else ""
+            raise ValueError(f"{', '.join(flags)}: for a check of one kernel, which --kernel names{layers}")
     if kernel is not None:
         raise typer.Exit(_check_kernel(kernel, stage or [], backend or [], options, record, force, as_json))
     command = "check" + " --gradients" * gradients + " --large" * large

@@ -148,7 +148,7 @@ def test_an_error_that_is_made_of_more_than_words_keeps_its_words():
 
 def test_options_of_a_kernel_or_a_layer_want_one():
     done = moeblaze("check", "--timeout", "5", "--dtype", "float32")
-    said = "--dtype, --timeout: for a check of one kernel or layer, which --kernel or --layer names"
+    said = "--dtype, --timeout: for a check of one kernel, which --kernel names, or of a layer, which --layer names"
     assert done.exit_code == 2 and said in " ".join(done.output.split())
 
 
