@@ -236,14 +236,14 @@ def _record(
     alone = iter(without_overlap([tensor for tensor in inputs if tensor is not None]))
     inputs[:] = [None if tensor is None else next(alone) for tensor in inputs]
     del alone
-    with recording([tensor for tensor in inputs if tensor is not None], own_tensors(system)) as recorder:
+    with recording([tensor for tensor in inputs if tensor is not None], _own_tensors(system)) as recorder:
         value = run(inputs)
     flattened = flat(value)
     _cache.put(key, _State.REFUSED if flattened is None else _plan(executor, recorder, *flattened))
     return value
 
 
-def own_tensors(system: System) -> list[Tensor]:
+def _own_tensors(system: System) -> list[Tensor]:
     """The tensors that a system has besides what it is given: its fields, and the buffers of those that are modules.
 
     Such a buffer is written in place: a plan keeps the tensor, and its key has the module.

@@ -1,6 +1,8 @@
 """`moeblaze check --layer`: verdicts, and layers that crash, hang or cannot be made."""
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from json import JSONDecodeError
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from moeblaze_ref.cli import check_layer
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.cli.shared import print_error
 from moeblaze_ref.verify.layers import isolated
+from moeblaze_ref.verify.layers.adapter import check_is_there
 from moeblaze_ref.verify.layers.adapters import plain
 from moeblaze_ref.verify.layers.faults import LayerFault
 
@@ -137,6 +140,15 @@ def test_a_module_that_is_nowhere_or_exits_is_refused(here):
     assert done.exit_code == 2 and "nowhere.layers cannot be imported: no nowhere is in " in said
     done = moeblaze("check", "--layer", "exits:make")
     assert done.exit_code == 2 and "exits cannot be imported: SystemExit: 3" in " ".join(done.output.split())
+
+
+def test_a_module_that_only_a_finder_knows_is_there(monkeypatch):
+    """As of a package that is installed for editing: no folder of sys.path has it."""
+    knows = SimpleNamespace(find_spec=lambda name, *_: ModuleSpec(name, None) if name == "elsewhere" else None)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, knows])
+    check_is_there("elsewhere.layers")
+    with pytest.raises(ValueError, match="nowhere.layers cannot be imported"):
+        check_is_there("nowhere.layers")
 
 
 def test_an_error_that_is_made_of_more_than_words_keeps_its_words():

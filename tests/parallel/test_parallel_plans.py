@@ -97,7 +97,7 @@ def two_layers(ranks, case, room):
     return [[outcome(layer, *inputs)["out"] for layer, inputs in layers] for _ in range(3)]
 
 
-def test_each_layer_notes_its_own_overflow_and_has_its_own_plan():
+def test_each_layer_has_its_own_plan():
     room = least_room(2, MIXED)
     clear_launch_plans()
     for of_steps in threads.run(two_layers, 2, MIXED, room):

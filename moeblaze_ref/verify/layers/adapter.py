@@ -1,6 +1,7 @@
 """What a check must know about a layer: how to call it, where its weights are, and what its router does."""
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -304,7 +305,7 @@ def parts_of(name: str) -> tuple[str, str]:
 def check_is_there(module: str) -> None:
     """Raise ValueError if the package of a module is nowhere; nothing is imported."""
     top = module.partition(".")[0]
-    if top in sys.builtin_module_names or PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]):
+    if top in sys.modules or PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top):
         return
     raise ValueError(f"{module} cannot be imported: no {top} is in {Path.cwd()} or on PYTHONPATH")
 
