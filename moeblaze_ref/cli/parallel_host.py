@@ -109,8 +109,10 @@ def main(
             raise OSError("there is no GPU here, but the host's time of a launch is that of a GPU's machine")
         config = replace(configs.preset(preset).config, L=host.TOKENS)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        rows = measure(config, repetitions, Gpu())
-        dist.destroy_process_group()
+        try:
+            rows = measure(config, repetitions, Gpu())
+        finally:
+            dist.destroy_process_group()
         stdout().print(table(rows))
         if record:
             provenance.record(record, COMMAND, {"preset": preset, "rows": rows}, force, MEASURED)

@@ -113,8 +113,6 @@ class KernelMoE(MoEModule):
     ----------
     executor : str or None
         What ran the last forward: "cuda", "simt", or None before the first.
-    has_launch_plans : bool
-        Whether calls may replay launch plans on a GPU.
 
     Raises
     ------
@@ -123,7 +121,11 @@ class KernelMoE(MoEModule):
     """
 
     executor: str | None = None
-    has_launch_plans = True
+
+    @property
+    def has_launch_plans(self) -> bool:
+        """Whether calls may replay launch plans on a GPU."""
+        return True
 
     def _check_sizes(self, **sizes: int) -> None:
         super()._check_sizes(**sizes)

@@ -159,7 +159,7 @@ class ExpertParallelMoE(KernelMoE):
                 mine.copy_(theirs[self.experts])
 
     @property
-    def has_launch_plans(self) -> bool:  # type: ignore[override]  # it changes with the capacity
+    def has_launch_plans(self) -> bool:
         """Whether calls may replay launch plans on a GPU: with room for their rows they do not wait for the host."""
         return self.capacity is not None
 
