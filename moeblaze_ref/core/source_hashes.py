@@ -20,8 +20,12 @@ from moeblaze_ref.core.paths import PACKAGE, kernels_dir
 CUDA, NUMBA, NUMPY, LAYERS = "CUDA kernels", "Numba kernels", "numpy functions", "layers"
 PLACEMENT, PARALLEL, PLAN, CHECKS = "placement", "expert parallelism", "plan", "checks of layers"
 # Of each part the files that hold its text: patterns below the package, and for .cu and .cuh below the kernels' folder.
+# Files of a pattern behind "!" belong to another part.
 PARTS: dict[str, tuple[str, ...]] = {
-    CUDA: ("**/*.cu", "**/*.cuh", "backends/raw_cuda/*.py"),
+    CUDA: (
+        *("**/*.cu", "**/*.cuh", "backends/raw_cuda/*.py"),
+        *("!parallel/*.cu", "!backends/raw_cuda/parallel.py"),
+    ),
     NUMBA: ("backends/numba_cuda/*.py",),
     NUMPY: ("backends/numpy_ref/*.py",),
     LAYERS: (
@@ -38,7 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("nn/torch_sequential.py", "nn/torch_graphs.py", "runtime/torch_capture.py"),
     ),
     PLACEMENT: ("placement/*.py",),
-    PARALLEL: ("parallel/*.py",),
+    PARALLEL: ("parallel/*.py", "parallel/*.cu", "backends/raw_cuda/parallel.py"),
     PLAN: ("plan/*.py",),
     CHECKS: ("verify/layers/**/*.py",),
 }
@@ -69,9 +73,14 @@ def hashes(parts: tuple[str, ...], package: Path = PACKAGE, kernels: Path | None
 
 
 def _files(patterns: tuple[str, ...], package: Path, kernels: Path) -> Iterable[Path]:
-    for pattern in patterns:
-        folder = package if pattern.endswith(".py") else kernels
-        yield from (path for path in folder.glob(pattern) if path.name not in SHOWN)
+    found = [set(_matches(pattern.removeprefix("!"), package, kernels)) for pattern in patterns]
+    others = {path for pattern, paths in zip(patterns, found, strict=True) if pattern[0] == "!" for path in paths}
+    return set().union(*found) - others
+
+
+def _matches(pattern: str, package: Path, kernels: Path) -> Iterable[Path]:
+    folder = package if pattern.endswith(".py") else kernels
+    return (path for path in folder.glob(pattern) if path.name not in SHOWN)
 
 
 def _hash(files: Iterable[Path]) -> str:

@@ -1,9 +1,8 @@
 """The batch that the ranks' tokens are together: what the router's losses are of."""
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from moeblaze_ref.backends.raw_cuda import parallel as kernels
 from moeblaze_ref.backends.raw_cuda.gating import expert_shares
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.parallel.ranks import RankGroup
@@ -52,11 +51,15 @@ class BatchGating:
         """Return the stage's gradients, with the whole batch's expert fractions."""
         return self._gating.backward(*operands, shares=self._bridge.array(self.shares))
 
-    def _count(self, topk_experts, num_experts):
-        tokens = len(topk_experts)
-        shares = self._bridge.tensor(expert_shares(topk_experts, num_experts, self._bridge.executor))
-        rows = shares.double() * tokens if tokens else torch.zeros_like(shares, dtype=torch.float64)
-        together = called(self._ranks, "total", pad(rows, (0, 1), value=tokens))
-        rows, all_tokens = together.split([num_experts, 1])
-        all_tokens = all_tokens.clamp(min=1).squeeze()
-        self.shares, self.part = (rows / all_tokens).float(), (tokens / all_tokens).float()
+    def weighed(self, load_balancing_loss: Array, router_z_loss: Array) -> Tensor:
+        """Both losses (2,) of the whole batch, from this rank's values () of them."""
+        of_rank = load_balancing_loss, router_z_loss, self._bridge.array(self.part)
+        losses = kernels.weigh_losses(*of_rank, self._bridge.executor)
+        return called(self._ranks, "total", self._bridge.tensor(losses))
+
+    def _count(self, topk_experts: Array, num_experts: int) -> None:
+        tokens, executor = len(topk_experts), self._bridge.executor
+        shares = expert_shares(topk_experts, num_experts, executor)
+        rows = self._bridge.tensor(kernels.batch_rows(shares, tokens, executor))
+        together = self._bridge.array(called(self._ranks, "total", rows))
+        self.shares, self.part = self._bridge.tensors(kernels.batch_shares(together, tokens, executor))

@@ -4,49 +4,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.backends.raw_cuda import parallel as kernels
+from moeblaze_ref.core.structures import EMPTY, Array
 from moeblaze_ref.parallel.ranks import RankGroup
+from moeblaze_ref.parallel.trip import Visits
 from moeblaze_ref.runtime.launch_plan import called
-
-
-def choose(topk_experts: Tensor, rank: int, held: Tensor, num_nodes: int) -> Tensor:
-    """Choose the copy that each token of a rank uses of each of its experts: `placement.copies.choose` in torch.
-
-    All tokens choose together, expert by expert. The host does not wait.
-
-    Parameters
-    ----------
-    topk_experts : Tensor (L, k) of integers
-        The experts of this rank's tokens.
-    rank : int
-        This rank, where the tokens are.
-    held : Tensor (E, G) bool
-        Whether rank g has a copy of expert e.
-    num_nodes : int
-        Nodes of equally many neighbouring ranks.
-
-    Returns
-    -------
-    Tensor (L, k) int32
-        The rank of each copy.
-    """
-    copies = held[topk_experts.long()]  # (L, k, G)
-    tokens, k, G = copies.shape
-    per_node = G // num_nodes
-    single = copies.sum(dim=2, keepdim=True) == 1  # (L, k, 1)
-    goes = (copies & single).any(dim=1)  # (L, G): ranks that a token goes to already
-    goes[:, rank].fill_(True)
-    number = torch.arange(tokens, device=held.device)
-    homes = torch.empty(tokens, k, dtype=torch.int32, device=held.device)
-    for j in range(k):
-        nodes = goes.view(tokens, num_nodes, per_node).any(dim=2).repeat_interleave(per_node, dim=1)
-        distance = (2 - nodes.int() - goes.int()).masked_fill(~copies[:, j], 3)
-        nearest = distance == distance.amin(dim=1, keepdim=True)
-        turn = (number + topk_experts[:, j]) % nearest.sum(dim=1)
-        chosen = nearest & (nearest.cumsum(dim=1) == turn[:, None] + 1)  # one rank of each token
-        homes[:, j] = chosen.int().argmax(dim=1)
-        goes |= chosen
-    return homes
+from moeblaze_ref.runtime.torch_bridge import Bridge
 
 
 class Holders(nn.Module):
@@ -66,32 +29,43 @@ class Holders(nn.Module):
     """
 
     held: Tensor  # (E, G) bool
-    owners: Tensor  # (E,) int32: each expert's first rank
-    here: Tensor  # (G * E + 1,) int32: the place of each copy on this rank, or EMPTY; the last is that of EMPTY itself
+    sole: Tensor  # (E,) int32: the rank of an expert that one rank alone holds, EMPTY of the others
+    here: Tensor  # (G, E) int32: the place of each copy on this rank, or EMPTY
 
     def __init__(self, held: np.ndarray, num_nodes: int, rank: int, device: torch.device | None = None):
         super().__init__()
         (self.E, G), self.num_nodes, self.rank = held.shape, num_nodes, rank
-        self.any_copied = bool((held.sum(axis=1) > 1).any())
+        copied = held.sum(axis=1) > 1
+        self.any_copied = bool(copied.any())
         here = np.full((G, self.E), EMPTY, np.int32)
         here[rank, held[:, rank]] = np.arange(held[:, rank].sum())
-        owners, places = held.argmax(axis=1).astype(np.int32), np.append(here, np.int32(EMPTY))
-        for name, array in {"held": held, "owners": owners, "here": places}.items():
+        sole = np.where(copied, EMPTY, held.argmax(axis=1)).astype(np.int32)
+        for name, array in {"held": held, "sole": sole, "here": here}.items():
             self.register_buffer(name, torch.from_numpy(array.copy()).to(device), persistent=False)
 
-    def homes(self, topk_experts: Tensor) -> Tensor:
-        """The rank (L, k) int32 whose copy each token of this rank uses, from its experts (L, k) int32."""
-        if self.any_copied:
-            return choose(topk_experts, self.rank, self.held, self.num_nodes)
-        return self.owners[topk_experts.long()]
+    def visits(self, bridge: Bridge, topk_experts: Array, gates: Array) -> Visits:
+        """Where the rows of this rank's tokens go: each token uses the copy that `placement.copies.choose` names.
 
-    def numbers(self, topk_experts: Tensor, homes: Tensor) -> Tensor:
-        """The number of each copy, (L, k) int32."""
-        return homes * self.E + topk_experts
+        Parameters
+        ----------
+        bridge : Bridge
+        topk_experts : array (L, k) int32
+        gates : array (L, k) float32
 
-    def places(self, numbers: Tensor) -> Tensor:
-        """The place on this rank of each copy, int32, from its number; ``EMPTY`` if it is elsewhere, or none."""
-        return self.here[numbers.long()]
+        Raises
+        ------
+        ValueError
+            If the tokens are more than the kernels number.
+        """
+        kernels.check_words(*topk_experts.shape)
+        sole, held = bridge.arrays([self.sole, self.held])
+        copies = kernels.Copies(sole, held, self.num_nodes)
+        return Visits(*kernels.choose_ranks(topk_experts, gates, copies, self.rank, bridge.executor), self.E)
+
+    def places(self, bridge: Bridge, arrived: Tensor, room: int | None) -> kernels.Places:
+        """The places on this rank of the experts of rows that arrived, from their words (rows, 2k)."""
+        words, here = bridge.arrays([arrived, self.here])
+        return kernels.find_places(words, here, bridge.executor, room)
 
 
 class SharedExperts(nn.Module):

@@ -21,7 +21,7 @@ from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.raw_cuda.dispatch import build_open, build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
-from moeblaze_ref.core.structures import EMPTY, Array, Dispatch
+from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_layer import DTYPES, KernelMoE
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
@@ -227,16 +227,15 @@ class _OverRanks(NamedTuple):
         stages = raw_layer.stages_for(x, weights, bridge.executor)
         batch = BatchGating(stages.gating, bridge, self.ranks)
         choice = layer.choose(batch.within(stages), x, weights.wg, self.k, self.renormalize, topk_experts)
-        chosen, gates, *losses = bridge.tensors(choice)
-        balance, z = called(self.ranks, "total", torch.stack(losses) * batch.part).unbind()
-        homes = self.holders.homes(chosen)
-        way = self.ranks, stages, bridge, homes
+        chosen, gates, *losses = choice
+        balance, z = batch.weighed(*losses).unbind()
+        way = self.ranks, stages, bridge, self.holders.visits(bridge, chosen, gates)
         trip, overflowed = (Trip.planned(*way), None) if self.capacity is None else Trip.within(*way, self.capacity)
-        numbers = self.holders.numbers(chosen, homes)
-        sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), numbers, gates, weights, self)
+        sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), weights, self)
         out = trip.back(sums)
         if overflowed is not None:
             self.note(overflowed, out)
+        chosen = bridge.tensor(chosen)
         saved = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
         return Forward(out, balance, z, chosen, saved, trip.counts if self.capacity is None else None)
 
@@ -281,27 +280,22 @@ class _OverRanks(NamedTuple):
         return [None if d is None else bridge.array(self.shared.sum(bridge.tensor(d))) for d in d_weights]
 
 
-def _visit(trip, stages, bridge, x, numbers, gates, weights, system):
+def _visit(trip, stages, bridge, x, weights, system):
     """The weighted sums of the rows that came here, in their order, and what is saved of them, by name."""
-    k, num_experts = system.k, weights.w1.shape[0]
-    rows = trip.there(x)
-    slots = trip.there(torch.cat([numbers, gates.view(torch.int32)], dim=1), EMPTY)  # 2k words of a row
-    here = system.holders.places(slots[:, :k])  # (rows, k)
-    gates = slots[:, k:].contiguous().view(torch.float32)
-    overflowed = None if system.capacity is None else (here != EMPTY).sum() > trip.counts.choices
-    dispatch = _dispatch(bridge, here, num_experts, trip.counts.choices, overflowed)
+    rows, room = trip.there(x), None if system.capacity is None else trip.counts.choices
+    here, gates, overflowed = system.holders.places(bridge, trip.words_there(), room)
+    dispatch = _dispatch(bridge, here, weights.w1.shape[0], trip.counts.choices, room is None)
     sums, intermediates = layer.run_experts(
-        stages, bridge.array(rows), weights, dispatch, bridge.array(gates), system.activation, system.policy
+        stages, bridge.array(rows), weights, dispatch, gates, system.activation, system.policy
     )
-    sums, made = bridge.tensor(sums), bridge.by_name(dispatch.arrays() | intermediates)
+    sums, gates, made = bridge.tensor(sums), bridge.tensor(gates), bridge.by_name(dispatch.arrays() | intermediates)
     if overflowed is not None:
-        system.note(overflowed, sums)
+        system.note(bridge.tensor(overflowed), sums)
     return sums, {"rows": rows, "gates": gates, **made}
 
 
-def _dispatch(bridge: Bridge, here: Tensor, num_experts: int, choices: int, overflowed: Tensor | None) -> Dispatch:
-    """The dispatch to the experts of this rank, of so many choices; with a capacity of at most as many, or of none."""
-    if overflowed is None:
-        return build_part.unchecked(bridge.array(here), num_experts, choices, bridge.executor)
-    here = here.masked_fill(overflowed, EMPTY)
-    return build_open(bridge.array(here), num_experts, bridge.executor, choices if num_experts else 0)
+def _dispatch(bridge: Bridge, here: Array, num_experts: int, choices: int, exact: bool) -> Dispatch:
+    """The dispatch to the experts of this rank, of so many choices; if the number is not exact, of at most as many."""
+    if exact:
+        return build_part.unchecked(here, num_experts, choices, bridge.executor)
+    return build_open(here, num_experts, bridge.executor, choices if num_experts else 0)

@@ -1,15 +1,14 @@
 """Send a batch's tokens to the ranks of their experts and back: a dispatch with ranks in place of experts."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from moeblaze_ref.backends.raw_cuda import parallel as kernels
 from moeblaze_ref.backends.raw_cuda.dispatch import build_open, build_part
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Array, Dispatch
+from moeblaze_ref.core.structures import STRUCTURES, Array, Dispatch
 from moeblaze_ref.parallel.ranks import RankGroup
 from moeblaze_ref.runtime.launch_plan import called
 from moeblaze_ref.runtime.torch_bridge import Bridge
@@ -40,12 +39,20 @@ class Counts(NamedTuple):
     choices: int  #: of the received rows, those of their slots whose experts are here
 
 
+class Visits(NamedTuple):
+    """Where the rows of L tokens go, and what travels with them: `raw_cuda.parallel.choose_ranks`."""
+
+    ranks: Array  #: (L, k) int32, `EMPTY` where an earlier slot of the token is for the same rank
+    words: Array  #: (L, 2k) int32, the numbers of copies and the bits of gates
+    num_experts: int  #: E, of all ranks
+
+
 class Trip:
     """The rows that go to each rank, and their way back.
 
     ``copies`` is a partial dispatch of L tokens over the ranks, of tensors: slot (token, j) has a row if its expert is
     on a rank that no earlier slot of the token is for. The stages are of this rank's device, ``bridge`` is the way to
-    it. ``spare`` says which rows are of no token, if some are.
+    it. ``words`` are those that travel with the rows.
     """
 
     def __init__(
@@ -55,42 +62,42 @@ class Trip:
         bridge: Bridge,
         copies: Dispatch,
         counts: Counts,
-        spare: Tensor | None = None,
+        words: Tensor | None = None,
     ):
         self._ranks, self._combine, self._bridge = ranks, stages.combine, bridge
-        self._copies, self.counts, self._spare = copies, counts, spare
+        self._copies, self.counts, self._words = copies, counts, words
 
     @classmethod
-    def planned(cls, ranks: RankGroup, stages: Stages, bridge: Bridge, homes: Tensor) -> "Trip":
+    def planned(cls, ranks: RankGroup, stages: Stages, bridge: Bridge, visits: Visits) -> "Trip":
         """The trip of tokens to their experts; the host learns how many rows come.
 
         Parameters
         ----------
         ranks, stages, bridge
             As in `Trip`.
-        homes : Tensor (L, k) int32
-            The rank of each expert that a token uses.
+        visits : Visits
 
         Raises
         ------
         ValueError
-            If more rows come than the index structures take.
+            If more rows come than the kernels number.
         """
-        copies = first_slots(homes)
-        counts = _counts(ranks, copies, homes)
-        checks.check_routed_rows(sum(counts.received), homes.shape[1])
-        dispatch = build_part.unchecked(bridge.array(copies), ranks.size, sum(counts.sent), bridge.executor)
-        return cls(ranks, stages, bridge, dispatch.map(bridge.tensor), counts)
+        chosen, words = bridge.tensors([visits.ranks, visits.words])
+        counts = _counts(ranks, chosen, words[:, : chosen.shape[1]] // visits.num_experts)
+        kernels.check_words(sum(counts.received), chosen.shape[1])
+        found = build_part.unchecked(visits.ranks, ranks.size, sum(counts.sent), bridge.executor)
+        copies = found.map(bridge.tensor)
+        return cls(ranks, stages, bridge, copies, counts, words[copies.expert_token_indices])
 
     @classmethod
     def within(
-        cls, ranks: RankGroup, stages: Stages, bridge: Bridge, homes: Tensor, capacity: Capacity
+        cls, ranks: RankGroup, stages: Stages, bridge: Bridge, visits: Visits, capacity: Capacity
     ) -> tuple["Trip", Tensor]:
         """The trip with the same number of rows to every rank; the host does not wait.
 
         Parameters
         ----------
-        ranks, stages, bridge, homes
+        ranks, stages, bridge, visits
             As in `planned`.
         capacity : Capacity
 
@@ -103,13 +110,16 @@ class Trip:
         Raises
         ------
         ValueError
-            If the room is for more rows than the index structures take.
+            If the room is for more rows than the kernels number.
         """
-        G, rows = ranks.size, capacity.rows
-        checks.check_routed_rows(G * rows, homes.shape[1])
-        found = build_open(bridge.array(first_slots(homes)), G, bridge.executor)
-        copies, spare, overflowed = _padded(found.map(bridge.tensor), rows)
-        return cls(ranks, stages, bridge, copies, counts_within(capacity, G, homes.shape[1]), spare), overflowed
+        G, k = ranks.size, visits.ranks.shape[1]
+        kernels.check_words(G * capacity.rows, k)
+        found = build_open(visits.ranks, G, bridge.executor)
+        room = kernels.make_room(found, visits.words, capacity.rows, bridge.executor)
+        words, overflowed = bridge.tensors(room[1:])
+        return cls(
+            ranks, stages, bridge, room.copies.map(bridge.tensor), counts_within(capacity, G, k), words
+        ), overflowed
 
     @classmethod
     def again(
@@ -123,17 +133,19 @@ class Trip:
         """Return the trip's tensors to save for backward, by name."""
         return {_kept(name): tensor for name, tensor in self._copies.arrays().items()}
 
-    def there(self, rows: Tensor, absent: int | None = None) -> Tensor:
-        """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank.
-
-        A row that is of no token is all ``absent``, if that is given.
-        """
-        sent, received, _ = self.counts
+    def there(self, rows: Tensor) -> Tensor:
+        """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank."""
         rows = rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])  # what rows of no token are taken from
-        picked = rows[self._copies.expert_token_indices]
-        if self._spare is not None and absent is not None:
-            picked.masked_fill_(self._spare[:, None], absent)
-        return called(self._ranks, "exchange", picked, sent, received)
+        return self._exchanged(rows[self._copies.expert_token_indices])
+
+    def words_there(self) -> Tensor:
+        """The words of what came here; those of rows of no token are ``EMPTY``."""
+        assert self._words is not None  # but after `again`
+        return self._exchanged(self._words)
+
+    def _exchanged(self, rows: Tensor) -> Tensor:
+        sent, received, _ = self.counts
+        return called(self._ranks, "exchange", rows, sent, received)
 
     def back(self, rows: Tensor) -> Tensor:
         """Rows, one for each that came, to their tokens' rank: the sum (L, n) of what came back of each token."""
@@ -154,38 +166,10 @@ def _kept(name: str) -> str:
     return f"trip {name}"
 
 
-def first_slots(homes: Tensor) -> Tensor:
-    """The ranks (L, k) of tokens' experts, but ``EMPTY`` where an earlier slot of the token is for the same rank."""
-    earlier = (homes[:, :, None] == homes[:, None, :]).tril(-1).any(dim=-1)
-    return homes.masked_fill(earlier, EMPTY)
-
-
-def _padded(found: Dispatch, rows: int) -> tuple[Dispatch, Tensor, Tensor]:
-    """A dispatch with so many rows for each of G ranks, which of them (G * rows,) are of none, and if more were due.
-
-    If more were due, no slot has a row: what comes back has no place for them.
-    """
-    starts, lengths = found.expert_token_offsets[:-1], found.expert_token_offsets.diff()  # (G,)
-    overflowed = (lengths > rows).any()
-    room = torch.arange(rows, device=starts.device)
-    spare = room >= lengths[:, None]  # (G, rows)
-    tokens = pad(found.expert_token_indices, (0, 1))  # a spare row has the last, which is 0
-    at = (starts[:, None] + room).masked_fill(spare, len(tokens) - 1)
-    offsets = rows * torch.arange(len(starts) + 1, dtype=torch.int32, device=starts.device)
-    moved = found.token_index_map + (offsets[:-1] - starts)[found.token_expert_indices.long()]  # (L * k,)
-    copies = replace(
-        found,
-        expert_token_indices=tokens[at].flatten(),
-        expert_token_offsets=offsets,
-        token_index_map=moved.masked_fill((found.token_index_map == EMPTY) | overflowed, EMPTY),
-    )
-    return copies, spare.flatten(), overflowed
-
-
-def _counts(ranks: RankGroup, copies: Tensor, homes: Tensor) -> Counts:
+def _counts(ranks: RankGroup, chosen: Tensor, homes: Tensor) -> Counts:
     """Exchange the numbers of rows and choices to and from each rank; the host waits for them."""
     each = torch.arange(ranks.size, device=homes.device)
-    sent = torch.stack([(slots[:, :, None] == each).sum(dim=(0, 1)) for slots in (copies, homes)], dim=1)  # (G, 2)
+    sent = torch.stack([(slots[:, :, None] == each).sum(dim=(0, 1)) for slots in (chosen, homes)], dim=1)  # (G, 2)
     received = ranks.exchange(sent, [1] * ranks.size, [1] * ranks.size)
     sent, received = torch.stack([sent, received]).tolist()
     return Counts([rows for rows, _ in sent], [rows for rows, _ in received], sum(choices for _, choices in received))

@@ -115,7 +115,7 @@ class TorchExecutor:
 
 _DTYPES = {
     name: getattr(torch, name)
-    for name in ("float32", "float16", "bfloat16", "int32", "uint32", "int64", "uint64", "uint8", "bool")
+    for name in ("float64", "float32", "float16", "bfloat16", "int32", "uint32", "int64", "uint64", "uint8", "bool")
 }
 
 

@@ -14,11 +14,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import numpy as np
+
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.backends.raw_cuda import biases, combine, expert_down, gemm, packed
+from moeblaze_ref.backends.raw_cuda import biases, combine, expert_down, gemm, packed, parallel
+from moeblaze_ref.backends.raw_cuda.dispatch import build_open
 from moeblaze_ref.backends.registry import BACKENDS, OpenStage, refusal
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.layouts import LAYOUTS, Layout
+from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.runtime import Executor
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case, make_case, random_topk
@@ -71,6 +75,7 @@ def run_every_kernel(executor: Executor):
         comparisons.run_packed(opened("expert_up", version), case, layout)
     _run_biases(executor)
     _run_lessons(executor)
+    _run_trips(executor)
 
 
 def packed_runs(executor: Executor) -> Iterator[tuple[str, Layout, Case]]:
@@ -112,6 +117,24 @@ def _run_lessons(executor: Executor):
             executor.from_numpy(array.astype(dtype)) for array in (comparisons.hidden(case)[2], case.weights.w3)
         )
         expert_down.atomic_forward.unchecked(y_swi, w3, executor.from_numpy(gates), routes, executor=executor)
+
+
+def _run_trips(executor: Executor):
+    """Launch the kernels of a layer over ranks: some have too little room, some experts have copies."""
+    G, (L, k) = 5, (300, 3)
+    held = np.arange(7)[:, None] % np.arange(1, G + 1) == 0  # expert e is on rank g if g + 1 divides e
+    sole = np.where(held.sum(axis=1) > 1, EMPTY, held.argmax(axis=1)).astype(np.int32)
+    topk, gates = random_topk(L, len(held), k), np.full((L, k), 0.5, np.float32)
+    copies = parallel.Copies(executor.from_numpy(sole), executor.from_numpy(held), num_nodes=G)
+    on_device = executor.from_numpy(topk), executor.from_numpy(gates)
+    for rows, choices in ((L, L * k), (1, 1)):
+        ranks, words = parallel.choose_ranks(*on_device, copies, 2, executor)
+        room = parallel.make_room(build_open(ranks, G, executor), words, rows, executor)
+        here = np.where(held.T, np.arange(len(held)), EMPTY).astype(np.int32, order="C")
+        parallel.find_places(room.words, executor.from_numpy(here), executor, choices)
+    shares = executor.from_numpy(np.full(len(held), 1 / len(held), np.float32))
+    shares, part = parallel.batch_shares(parallel.batch_rows(shares, L, executor), L, executor)
+    parallel.weigh_losses(part, part, part, executor)
 
 
 def run_on_gpu():

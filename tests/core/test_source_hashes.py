@@ -11,7 +11,7 @@ from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.bench import findings
 from moeblaze_ref.core import documents, provenance, source_hashes
 from moeblaze_ref.core.paths import kernels_dir
-from moeblaze_ref.core.source_hashes import CUDA, LAYERS, NUMBA, PARTS, hashes
+from moeblaze_ref.core.source_hashes import CUDA, LAYERS, NUMBA, PARALLEL, PARTS, hashes
 from moeblaze_ref.course.site import records as page
 
 CU = """// Purpose: copies.
@@ -47,7 +47,7 @@ def tree(tmp_path):
 
 def hashed(tree: Path) -> dict[str, str]:
     hashes.cache_clear()
-    return hashes((CUDA, NUMBA), tree / "package", tree / "kernels")
+    return hashes((CUDA, NUMBA, PARALLEL), tree / "package", tree / "kernels")
 
 
 def edited(tree: Path, file: str, *changes: tuple[str, str]):
@@ -123,11 +123,19 @@ def test_a_new_file_counts(tree):
     assert hashed(tree)[CUDA] != before[CUDA]
 
 
+def test_kernels_of_the_ranks_are_a_part_of_their_own(tree):
+    before = hashed(tree)
+    (tree / "kernels" / "parallel").mkdir()
+    (tree / "kernels" / "parallel" / "trip.cu").write_text(CU)
+    after = hashed(tree)
+    assert [name for name in before if before[name] != after[name]] == [PARALLEL]
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_every_pattern_finds_files(part):
     """A move that forgets the table would leave a part without text, and every record of it changed."""
     for pattern in PARTS[part]:
-        found = list(source_hashes._files((pattern,), source_hashes.PACKAGE, kernels_dir()))
+        found = list(source_hashes._matches(pattern.removeprefix("!"), source_hashes.PACKAGE, kernels_dir()))
         assert found, f"{pattern} of {part} is of no file"
 
 

@@ -16,6 +16,7 @@ from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.parallel import threads
 from moeblaze_ref.parallel.batch import BatchGating
+from moeblaze_ref.parallel.copies import Holders
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks, progress
@@ -173,10 +174,8 @@ def instead(of, name, fault):
 
 
 FAULTS = {
-    "rows of the neighbours": instead(Trip, "there", lambda right, self, rows, *no: right(self, neighbours(rows), *no)),
-    "gates of the neighbours": instead(
-        Trip, "there", lambda right, self, rows, *no: right(self, neighbours_gates(rows), *no)
-    ),
+    "rows of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, rows.roll(1, 0))),
+    "gates of the neighbours": instead(Holders, "places", lambda right, *it: neighbours_gates(right(*it))),
     "nothing comes back": instead(Trip, "back", lambda right, self, rows: right(self, rows).zero_()),
     "experts of the neighbours": instead(ExpertParallelMoE, "take", lambda right, it, whole: right(it, rolled(whole))),
     "nothing is summed": instead(ThreadRanks, "total", lambda right, self, tensor: tensor),
@@ -188,17 +187,9 @@ FAULTS = {
 }
 
 
-def neighbours(rows):
-    """Each token's row by that of the one before; expert ids and gates as they are."""
-    return rows.roll(1, 0) if rows.is_floating_point() else rows
-
-
-def neighbours_gates(rows):
-    """Each token's gates by those of the one before; expert ids, and rows of x, as they are."""
-    if rows.is_floating_point():
-        return rows
-    ids, gates = rows.chunk(2, dim=1)
-    return torch.cat([ids, gates.roll(1, 0)], dim=1)
+def neighbours_gates(places):
+    """Each row's gates by those of the one before."""
+    return places._replace(gates=np.roll(places.gates, 1, axis=0))
 
 
 @torch.no_grad()

@@ -9,11 +9,10 @@ from test_parallel import Case, assert_as_on_one_device, error, instead, on_a_ra
 
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.structures import EMPTY
-from moeblaze_ref.parallel import copies, local, threads
+from moeblaze_ref.parallel import local, threads
 from moeblaze_ref.parallel.copies import Holders, SharedExperts
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.threads import ThreadRanks
-from moeblaze_ref.placement.copies import choose
 from moeblaze_ref.placement.maps import Copies
 
 WITHOUT_BOUND = 1e-6  # of gradients with copies, relative to those without
@@ -63,55 +62,6 @@ CASES = {
     ],
 }
 EVERY_CASE = [(size, case) for size, cases in CASES.items() for case in cases]
-
-
-# The rule of choice ---------------------------------------------------------------------------------------------------
-
-
-def random_map(rng, E, G, most):
-    """held (E, G): every expert on one to ``most`` GPUs."""
-    held = np.zeros((E, G), bool)
-    for row in held:
-        row[rng.choice(G, rng.integers(1, most + 1), replace=False)] = True
-    return held
-
-
-def chosen_in_torch(topk, source, held, nodes):
-    """What the ranks choose, each for its own tokens, in the order of all tokens."""
-    found = np.full(topk.shape, -1, np.int32)
-    for rank in range(held.shape[1]):
-        mine = source == rank
-        found[mine] = copies.choose(torch.from_numpy(topk[mine]), rank, torch.from_numpy(held), nodes).numpy()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("E", "G", "k", "most", "nodes"),
-    [
-        (12, 4, 3, 1, 1),  # no copies
-        (12, 4, 3, 4, 1),
-        (12, 4, 12, 3, 2),  # every expert of a token
-        (6, 8, 4, 8, 4),  # more GPUs than experts
-        (5, 6, 5, 6, 6),  # a node each
-        (9, 8, 1, 8, 2),
-        (1, 1, 1, 1, 1),
-        (7, 16, 7, 2, 2),
-    ],
-)
-def test_torch_chooses_as_the_specification(E, G, k, most, nodes):
-    rng = np.random.default_rng([E, G, k])
-    topk = rng.permuted(np.tile(np.arange(E, dtype=np.int32), (400, 1)), axis=1)[:, :k].copy()
-    for held in (random_map(rng, E, G, most), np.ones((E, G), bool)):
-        for source in (rng.integers(0, G, len(topk)), np.full(len(topk), G - 1)):
-            expected = choose(topk, source, held, nodes)
-            found = chosen_in_torch(topk, source, held, nodes)
-            assert found.dtype == expected.dtype
-            np.testing.assert_array_equal(found, expected)
-
-
-def test_a_rank_without_tokens_chooses_nothing():
-    found = copies.choose(torch.zeros(0, 2, dtype=torch.int32), 0, torch.ones(3, 4, dtype=torch.bool), 2)
-    assert found.shape == (0, 2) and found.dtype == torch.int32
 
 
 # Outputs and gradients ------------------------------------------------------------------------------------------------
@@ -243,7 +193,7 @@ def test_copies_start_alike():
 FAULTS = {
     "gradients of copies are not summed": instead(SharedExperts, "sum", lambda right, self, rows: rows),
     "gradients of copies are means": instead(SharedExperts, "sum", lambda right, self, rows: right(self, rows) / 2),
-    "experts of the neighbours": instead(Holders, "places", lambda right, self, numbers: rolled(right(self, numbers))),
+    "experts of the neighbours": instead(Holders, "places", lambda right, *it: rolled(right(*it))),
     "no copy is filled but the first": instead(
         ExpertParallelMoE, "take", lambda right, self, whole: take_the_first(right, self, whole)
     ),
@@ -252,14 +202,15 @@ FAULTS = {
 
 def rolled(places):
     """Each place by the next one; those that are empty as they are."""
-    return torch.where(places == EMPTY, EMPTY, (places + 1) % (places.max() + 1))
+    here = places.here
+    return places._replace(here=np.where(here == EMPTY, EMPTY, (here + 1) % (here.max() + 1)).astype(here.dtype))
 
 
 def take_the_first(right, layer, whole):
     right(layer, whole)
     with torch.no_grad():
         for place, expert in enumerate(layer.experts):
-            if layer.holders.owners[expert] != layer.ranks.rank:
+            if layer.holders.held[expert].int().argmax() != layer.ranks.rank:
                 layer.w3[place].zero_()
 
 

@@ -20,6 +20,7 @@ from moeblaze_ref.backends.raw_cuda import (
     gating,
     gemm,
     packed,
+    parallel,
     tiles,
 )
 from moeblaze_ref.bench import ladder
@@ -40,6 +41,7 @@ CONSTANTS = {
     "gating": gating.constants("2_warp", 1024) | gating.fused_constants(1024),
     **dict.fromkeys((*EXPERT_STAGES, "activation"), TYPED),
     "packed": TYPED | {"LAYOUT": "linear"},
+    "parallel": {"THREADS": parallel.THREADS, "RANKS": 256, "NODES": 32},
     "block_sparse": TYPED | {"BLOCK": block_sparse.BLOCK, "TRANSPOSE_LHS": 0, "TRANSPOSE_RHS": 0},
 }
 OF_DTYPE = {dtype: {"Scalar": name, "PACK": 16 // np.dtype(dtype).itemsize} for dtype, name in gemm.C_TYPE.items()}

@@ -28,6 +28,7 @@ from moeblaze_ref.verify.large.cases import BOUNDS, Case
 CASES = large.every_case()
 GIBIBYTE = 2**30
 # Kernels of which no index can pass 2**31: they see experts, tokens, slots, blocks or their terms, one number for each.
+# Those of parallel/ are given no more words than `raw_cuda.parallel.check_words` allows.
 SMALL = {
     "block_sparse/structures.cu": {"pad_offsets", "pad_slots", "blocks", "offsets"},
     "dispatch/1_dense_map.cu": {"expert_offsets"},
@@ -35,6 +36,10 @@ SMALL = {
     "expert_down/gates.cu": {"gate_rows"},
     "gating/fused.cu": {"router_losses"},
     "gating/sums.cu": {"sum_terms"},
+    "parallel/batch.cu": {"batch_rows", "batch_shares", "weigh_losses"},
+    "parallel/trip.cu": {
+        *("choose_ranks", "make_room", "fill_rows", "move_slots", "find_places", "sum_counts", "withhold"),
+    },
 }
 # Which files' cases are to need the casts of a header.
 HOSTS = {

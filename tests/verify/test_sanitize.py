@@ -30,7 +30,7 @@ class Witness(SimtExecutor):
         self.launched = set()
 
     def load(self, file, text=None, **constants):
-        runs = file.startswith(("gating/", "dispatch/")) or file == "block_sparse/structures.cu"
+        runs = file.startswith(("gating/", "dispatch/", "parallel/")) or file == "block_sparse/structures.cu"
         module = super().load(file, text, **constants) if runs else None
         return Witnessed(KernelSource.read(file, constants, text), module, self.launched)
 

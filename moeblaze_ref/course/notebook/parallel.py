@@ -19,7 +19,7 @@ from moeblaze_ref.parallel.findings import short_names
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
-from moeblaze_ref.parallel.trip import first_slots
+from moeblaze_ref.parallel.specification import first_slots
 from moeblaze_ref.placement.copies import routes
 from moeblaze_ref.placement.maps import Copies, Placement
 
@@ -147,7 +147,7 @@ def parcels_table(steps: Sequence[Step]) -> list[dict]:
 
 def ranks_of(topk_experts: np.ndarray, owners: np.ndarray) -> np.ndarray:
     """The ranks (L, k) that get a copy of each token's row, ``EMPTY`` in slots that need none; ``owners`` is (E,)."""
-    return first_slots(torch.from_numpy(owners[topk_experts])).numpy()
+    return first_slots(owners[topk_experts])
 
 
 def copies_by_chance(E: int, k: int, num_ranks: int) -> float:
@@ -220,7 +220,7 @@ class Traffic(NamedTuple):
     @classmethod
     def of(cls, homes: np.ndarray, num_ranks: int) -> "Traffic":
         """Count the traffic of choices on the ranks ``homes`` (L, k); token i is on rank i modulo their number."""
-        visits = first_slots(torch.from_numpy(homes)).numpy()
+        visits = first_slots(homes)
         own = np.arange(len(homes))[:, None] % num_ranks
         travelled = visits[(visits != EMPTY) & (visits != own)]
         return cls(*(np.bincount(ranks.ravel(), minlength=num_ranks) for ranks in (homes, travelled)))

@@ -41,7 +41,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "to_rank_1": Asked("rows", "sum(1 in {rank_of_expert[e] for e in t} for t in topk_experts)"),
         },
         truth=_rows,
-        computed_by="moeblaze_ref.parallel.trip.first_slots",
+        computed_by="moeblaze_ref.parallel.specification.first_slots",
         hints=(
             "Write the ranks of both experts beside each token. Where they are equal, one row serves both.",
             "Each token sends one row or two. Add them up. Then count the tokens that have an expert on rank 1.",
@@ -63,7 +63,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "back": Asked("bytes", "rows * d * itemsize"),
         },
         truth=_bytes,
-        computed_by="moeblaze_ref.parallel.trip.first_slots",
+        computed_by="moeblaze_ref.parallel.specification.first_slots",
         hints=(
             "The number of rows is that of the previous exercise. Ids and gates are `8 * k` bytes beside each.",
             "A row that goes there has `d * itemsize + 8 * k` bytes, a row that comes back `d * itemsize`.",
