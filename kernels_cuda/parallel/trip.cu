@@ -12,15 +12,15 @@
 //
 // kernel        grid                   block    shared bytes       bytes read         bytes written
 // choose_ranks  ceil(L / THREADS)      THREADS  4 THREADS SETS     20 R + 2 G C       12 R
-// make_room     1                      THREADS  4 THREADS / 32     8 G                4 G + 5
+// make_room     1                      THREADS  4 THREADS / 32     8 G                4 G + 5 + O
 // fill_rows     ceil(2 k P / THREADS)  THREADS  0                  16 k P + 16 k S    8 k P + 4 P
 // move_slots    ceil(R / THREADS)      THREADS  0                  5 R + 8 S          4 R
 // find_places   ceil(k P / THREADS)    THREADS  4 THREADS / 32     8 k P + 4 N        8 k P + 4 blocks
-// sum_counts    1                      THREADS  4 THREADS / 32     4 B                1
+// sum_counts    1                      THREADS  4 THREADS / 32     4 B                1 + F
 // withhold      ceil(k P / THREADS)    THREADS  0                  k P                4 k P F
 // R = L k slots, of which C are of experts with several copies; SETS = 2 ceil(G / 32) + ceil(NODES / 32). S rows are
-// sent, P = G rows have room; of the P rows that arrive, N slots have a number. find_places has B blocks. F is 1 if
-// there are more choices than room, else 0. If rows lack room, move_slots reads no more than 5 R. Bound: latency.
+// sent, P = G rows have room; of the P rows that arrive, N slots have a number. find_places has B blocks. O is 1 if
+// rows lack room, F is 1 if choices do, else they are 0. If O is 1, move_slots reads no more than 5 R. Bound: latency.
 #include "common.cuh"
 
 constexpr int PER_NODE = RANKS / NODES;
@@ -95,9 +95,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// Where each rank's rows begin if every rank has the same room, and whether that is too little.
+// Where each rank's rows begin if every rank has the same room, and whether that is too little, which is also noted.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    make_room(const int* offsets, int* offsets_of_room, bool* overflowed, int rows) {
+    make_room(const int* offsets, int* offsets_of_room, bool* overflowed, bool* noted, int rows) {
     int full = 0;
     for (int rank = threadIdx.x; rank < RANKS; rank += THREADS) {
         full += offsets[rank + 1] - offsets[rank] > rows;
@@ -107,10 +107,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x != 0) return;
     offsets_of_room[RANKS] = RANKS * rows;
     overflowed[0] = any > 0;
+    if (any > 0) noted[0] = true;
 }
 
-// The token of each row that has room, and the row's words: a thread for each word. A spare row has token 0, and words
-// that are EMPTY.
+// The token of each row that has room, and the row's words: a thread for each word. Those of a spare row are EMPTY.
 extern "C" __global__ void __launch_bounds__(THREADS)
     fill_rows(const int* offsets, const int* tokens, const int* words, int* tokens_of_room, int* words_of_room,
               int rows, int k) {
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (rank >= RANKS) return;
     const int place = offsets[rank] + row % rows;
     const bool spare = place >= offsets[rank + 1];
-    const int token = spare ? 0 : tokens[place];
+    const int token = spare ? EMPTY : tokens[place];
     words_of_room[word] = spare ? EMPTY : words[token * width + word % width];
     if (word % width == 0) tokens_of_room[row] = token;
 }
@@ -152,13 +152,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) counts[blockIdx.x] = count;
 }
 
-// Whether the choices are more than there is room for.
+// Whether the choices are more than there is room for, which is also noted.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sum_counts(const int* counts, bool* overflowed, int blocks, int room) {
+    sum_counts(const int* counts, bool* overflowed, bool* noted, int blocks, int room) {
     int count = 0;
     for (int block = threadIdx.x; block < blocks; block += THREADS) count += counts[block];
     const int choices = block_sum<THREADS>(count);
-    if (threadIdx.x == 0) overflowed[0] = choices > room;
+    if (threadIdx.x != 0) return;
+    overflowed[0] = choices > room;
+    if (choices > room) noted[0] = true;
 }
 
 // Then no slot keeps its place.

@@ -62,10 +62,10 @@ class Holders(nn.Module):
         copies = kernels.Copies(sole, held, self.num_nodes)
         return Visits(*kernels.choose_ranks(topk_experts, gates, copies, self.rank, bridge.executor), self.E)
 
-    def places(self, bridge: Bridge, arrived: Tensor, room: int | None) -> kernels.Places:
+    def places(self, bridge: Bridge, arrived: Tensor, limit: kernels.Limit | None) -> kernels.Places:
         """The places on this rank of the experts of rows that arrived, from their words (rows, 2k)."""
         words, here = bridge.arrays([arrived, self.here])
-        return kernels.find_places(words, here, bridge.executor, room)
+        return kernels.find_places(words, here, bridge.executor, limit)
 
 
 class SharedExperts(nn.Module):

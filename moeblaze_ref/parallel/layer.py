@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.raw_cuda.dispatch import build_open, build_part
+from moeblaze_ref.backends.raw_cuda.parallel import Limit
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
 from moeblaze_ref.core.structures import Array, Dispatch
@@ -229,12 +230,13 @@ class _OverRanks(NamedTuple):
         choice = layer.choose(batch.within(stages), x, weights.wg, self.k, self.renormalize, topk_experts)
         chosen, gates, *losses = choice
         balance, z = batch.weighed(*losses).unbind()
-        way = self.ranks, stages, bridge, self.holders.visits(bridge, chosen, gates)
-        trip, overflowed = (Trip.planned(*way), None) if self.capacity is None else Trip.within(*way, self.capacity)
+        way = self.ranks, bridge, self.holders.visits(bridge, chosen, gates)
+        room = None if self.capacity is None else (self.capacity, self.overflowed)
+        trip, overflowed = (Trip.planned(*way), None) if room is None else Trip.within(*way, *room)
         sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), weights, self)
         out = trip.back(sums)
         if overflowed is not None:
-            self.note(overflowed, out)
+            out.masked_fill_(overflowed, torch.nan)
         chosen = bridge.tensor(chosen)
         saved = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
         return Forward(out, balance, z, chosen, saved, trip.counts if self.capacity is None else None)
@@ -245,7 +247,7 @@ class _OverRanks(NamedTuple):
         shares, part = bridge.tensors([arrays.pop("shares"), arrays.pop("part")])
         stages = raw_layer.stages_for(x, weights, bridge.executor)
         counts = given.counts if self.capacity is None else counts_within(self.capacity, self.ranks.size, self.k)
-        trip = Trip.again(self.ranks, stages, bridge, arrays, self.k, counts)
+        trip = Trip.again(self.ranks, bridge, arrays, self.k, counts)
         d_sums = bridge.array(trip.there(bridge.tensor(given.d_out)))
         saved = layer.Saved.of(arrays.pop("rows"), arrays, *self[:4])
         experts = layer.expert_gradients(stages, d_sums, saved, weights, given.last, wanted)
@@ -268,11 +270,6 @@ class _OverRanks(NamedTuple):
             d_wg = called(self.ranks, "total", d_wg.float()).to(d_wg.dtype)
         return *bridge.arrays([d_x, d_wg]), *self._over_holders(bridge, experts[2:5])
 
-    def note(self, overflowed: Tensor, rows: Tensor):
-        """Note on the device that there was too little room, and make NaN of rows that would be wrong."""
-        rows.masked_fill_(overflowed, torch.nan)
-        self.overflowed.logical_or_(overflowed)
-
     def _over_holders(self, bridge, d_weights):
         """Sum the gradients of the experts with copies over the ranks that hold them."""
         if self.shared is None:
@@ -282,15 +279,16 @@ class _OverRanks(NamedTuple):
 
 def _visit(trip, stages, bridge, x, weights, system):
     """The weighted sums of the rows that came here, in their order, and what is saved of them, by name."""
-    rows, room = trip.there(x), None if system.capacity is None else trip.counts.choices
-    here, gates, overflowed = system.holders.places(bridge, trip.words_there(), room)
-    dispatch = _dispatch(bridge, here, weights.w1.shape[0], trip.counts.choices, room is None)
+    choices, exact = trip.counts.choices, system.capacity is None
+    rows, limit = trip.there(x), None if exact else Limit(choices, bridge.array(system.overflowed))
+    here, gates, overflowed = system.holders.places(bridge, trip.words_there(), limit)
+    dispatch = _dispatch(bridge, here, weights.w1.shape[0], choices, exact)
     sums, intermediates = layer.run_experts(
         stages, bridge.array(rows), weights, dispatch, gates, system.activation, system.policy
     )
     sums, gates, made = bridge.tensor(sums), bridge.tensor(gates), bridge.by_name(dispatch.arrays() | intermediates)
     if overflowed is not None:
-        system.note(bridge.tensor(overflowed), sums)
+        sums.masked_fill_(bridge.tensor(overflowed), torch.nan)
     return sums, {"rows": rows, "gates": gates, **made}
 
 

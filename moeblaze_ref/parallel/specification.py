@@ -31,15 +31,15 @@ def make_room(ranks: np.ndarray, words: np.ndarray, num_ranks: int, rows: int) -
     Returns
     -------
     tokens : array (G * rows,)
-        Of each row; 0 of a spare one.
-    words : array (G * rows, n)
         Of each row; ``EMPTY`` of a spare one.
+    words : array (G * rows, n)
+        The same.
     places : array (L, k)
         The row of each slot; ``EMPTY`` of a slot without one, and of all if a rank has too little room.
     overflowed : array () bool
         A rank has too little room.
     """
-    tokens, places = np.zeros((num_ranks, rows), ranks.dtype), np.full(ranks.shape, EMPTY)
+    tokens, places = np.full((num_ranks, rows), EMPTY), np.full(ranks.shape, EMPTY)
     of_rows, overflowed = np.full((num_ranks, rows, words.shape[1]), EMPTY), False
     for rank in range(num_ranks):
         slots = np.argwhere(ranks == rank)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import parallel as kernels
-from moeblaze_ref.backends.raw_cuda.dispatch import build_open, build_part
+from moeblaze_ref.backends.raw_cuda.dispatch import build_part
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.arrays import size_of
 from moeblaze_ref.core.structures import STRUCTURES, Array, Dispatch
 from moeblaze_ref.parallel.ranks import RankGroup
 from moeblaze_ref.runtime.launch_plan import called
 from moeblaze_ref.runtime.torch_bridge import Bridge
-from moeblaze_ref.systems.layer import Stages
 
 
 class Capacity(NamedTuple):
@@ -51,29 +51,28 @@ class Trip:
     """The rows that go to each rank, and their way back.
 
     ``copies`` is a partial dispatch of L tokens over the ranks, of tensors: slot (token, j) has a row if its expert is
-    on a rank that no earlier slot of the token is for. The stages are of this rank's device, ``bridge`` is the way to
-    it. ``words`` are those that travel with the rows.
+    on a rank that no earlier slot of the token is for. ``bridge`` is the way to this rank's device. ``words`` are those
+    that travel with the rows.
     """
 
     def __init__(
         self,
         ranks: RankGroup,
-        stages: Stages,
         bridge: Bridge,
         copies: Dispatch,
         counts: Counts,
         words: Tensor | None = None,
     ):
-        self._ranks, self._combine, self._bridge = ranks, stages.combine, bridge
+        self._ranks, self._bridge = ranks, bridge
         self._copies, self.counts, self._words = copies, counts, words
 
     @classmethod
-    def planned(cls, ranks: RankGroup, stages: Stages, bridge: Bridge, visits: Visits) -> "Trip":
+    def planned(cls, ranks: RankGroup, bridge: Bridge, visits: Visits) -> "Trip":
         """The trip of tokens to their experts; the host learns how many rows come.
 
         Parameters
         ----------
-        ranks, stages, bridge
+        ranks, bridge
             As in `Trip`.
         visits : Visits
 
@@ -87,25 +86,27 @@ class Trip:
         kernels.check_words(sum(counts.received), chosen.shape[1])
         found = build_part.unchecked(visits.ranks, ranks.size, sum(counts.sent), bridge.executor)
         copies = found.map(bridge.tensor)
-        return cls(ranks, stages, bridge, copies, counts, words[copies.expert_token_indices])
+        return cls(ranks, bridge, copies, counts, words[copies.expert_token_indices])
 
     @classmethod
     def within(
-        cls, ranks: RankGroup, stages: Stages, bridge: Bridge, visits: Visits, capacity: Capacity
+        cls, ranks: RankGroup, bridge: Bridge, visits: Visits, capacity: Capacity, noted: Tensor
     ) -> tuple["Trip", Tensor]:
         """The trip with the same number of rows to every rank; the host does not wait.
 
         Parameters
         ----------
-        ranks, stages, bridge, visits
+        ranks, bridge, visits
             As in `planned`.
         capacity : Capacity
+        noted : Tensor () bool
+            Set to True if more rows are due to a rank than there is room for.
 
         Returns
         -------
         trip : Trip
         overflowed : Tensor () bool
-            More rows were due to a rank than there is room for. Then what comes back reaches no token.
+            The same. Then what comes back reaches no token.
 
         Raises
         ------
@@ -114,20 +115,16 @@ class Trip:
         """
         G, k = ranks.size, visits.ranks.shape[1]
         kernels.check_words(G * capacity.rows, k)
-        found = build_open(visits.ranks, G, bridge.executor)
-        room = kernels.make_room(found, visits.words, capacity.rows, bridge.executor)
+        found = build_part.unchecked(visits.ranks, G, size_of(visits.ranks), bridge.executor)
+        room = kernels.make_room(found, visits.words, capacity.rows, bridge.array(noted), bridge.executor)
         words, overflowed = bridge.tensors(room[1:])
-        return cls(
-            ranks, stages, bridge, room.copies.map(bridge.tensor), counts_within(capacity, G, k), words
-        ), overflowed
+        return cls(ranks, bridge, room.copies.map(bridge.tensor), counts_within(capacity, G, k), words), overflowed
 
     @classmethod
-    def again(
-        cls, ranks: RankGroup, stages: Stages, bridge: Bridge, arrays: dict[str, Array], k: int, counts: Counts
-    ) -> "Trip":
+    def again(cls, ranks: RankGroup, bridge: Bridge, arrays: dict[str, Array], k: int, counts: Counts) -> "Trip":
         """The same trip, from what `tensors` and `counts` gave; ``arrays`` loses those of `tensors`."""
         copies = Dispatch(**{name: arrays.pop(_kept(name)) for name in STRUCTURES}, k=k)
-        return cls(ranks, stages, bridge, copies.map(bridge.tensor), counts)
+        return cls(ranks, bridge, copies.map(bridge.tensor), counts)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the trip's tensors to save for backward, by name."""
@@ -135,8 +132,8 @@ class Trip:
 
     def there(self, rows: Tensor) -> Tensor:
         """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank."""
-        rows = rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])  # what rows of no token are taken from
-        return self._exchanged(rows[self._copies.expert_token_indices])
+        given, tokens = self._bridge.arrays([rows, self._copies.expert_token_indices])
+        return self._exchanged(self._bridge.tensor(kernels.gather(given, tokens, self._bridge.executor)))
 
     def words_there(self) -> Tensor:
         """The words of what came here; those of rows of no token are ``EMPTY``."""
@@ -150,10 +147,9 @@ class Trip:
     def back(self, rows: Tensor) -> Tensor:
         """Rows, one for each that came, to their tokens' rank: the sum (L, n) of what came back of each token."""
         sent, received, _ = self.counts
-        returned = called(self._ranks, "exchange", rows, received, sent)
-        weights = torch.ones(self._copies.L, self._copies.k, device=rows.device)
-        arrays = self._bridge.arrays([returned, weights])
-        return self._bridge.tensor(self._combine.forward(*arrays, self._copies.map(self._bridge.array)))
+        returned = self._bridge.array(called(self._ranks, "exchange", rows, received, sent))
+        copies = self._copies.map(self._bridge.array)
+        return self._bridge.tensor(kernels.sum_rows(returned, copies, self._bridge.executor))
 
 
 def counts_within(capacity: Capacity, G: int, k: int) -> Counts:

@@ -18,7 +18,7 @@ import numpy as np
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import biases, combine, expert_down, gemm, packed, parallel
-from moeblaze_ref.backends.raw_cuda.dispatch import build_open
+from moeblaze_ref.backends.raw_cuda.dispatch import build_part
 from moeblaze_ref.backends.registry import BACKENDS, OpenStage, refusal
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.layouts import LAYOUTS, Layout
@@ -129,9 +129,10 @@ def _run_trips(executor: Executor):
     on_device = executor.from_numpy(topk), executor.from_numpy(gates)
     for rows, choices in ((L, L * k), (1, 1)):
         ranks, words = parallel.choose_ranks(*on_device, copies, 2, executor)
-        room = parallel.make_room(build_open(ranks, G, executor), words, rows, executor)
+        found, noted = build_part.unchecked(ranks, G, L * k, executor), executor.full((), "bool", False)
+        room = parallel.make_room(found, words, rows, noted, executor)
         here = np.where(held.T, np.arange(len(held)), EMPTY).astype(np.int32, order="C")
-        parallel.find_places(room.words, executor.from_numpy(here), executor, choices)
+        parallel.find_places(room.words, executor.from_numpy(here), executor, parallel.Limit(choices, noted))
     shares = executor.from_numpy(np.full(len(held), 1 / len(held), np.float32))
     shares, part = parallel.batch_shares(parallel.batch_rows(shares, L, executor), L, executor)
     parallel.weigh_losses(part, part, part, executor)

@@ -6,11 +6,11 @@ from headers import assert_as_stated, evaluate, stated
 from planted import Quick, with_fault
 
 from moeblaze_ref.backends.raw_cuda import parallel
-from moeblaze_ref.backends.raw_cuda.dispatch import build_open
+from moeblaze_ref.backends.raw_cuda.dispatch import build_part
 from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.parallel import specification
 from moeblaze_ref.placement.copies import choose
-from moeblaze_ref.runtime.simt.executor import SimtExecutor, _static_shared_bytes
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor, _static_shared_bytes
 from moeblaze_ref.runtime.source import KernelSource
 
 TRIP, BATCH = "parallel/trip.cu", "parallel/batch.cu"
@@ -78,7 +78,9 @@ def room_of(executor, rng, L, G, k, rows):
     homes = rng.integers(0, G, (L, k)).astype(np.int32)
     ranks = specification.first_slots(homes).astype(np.int32)
     words = rng.integers(0, 2**31, (L, 2 * k)).astype(np.int32)
-    room = parallel.make_room(build_open(ranks, G, executor), words, rows, executor)
+    noted = np.array(False)
+    room = parallel.make_room(build_part.unchecked(ranks, G, L * k, executor), words, rows, noted, executor)
+    assert bool(noted) == bool(room.overflowed)
     return room, specification.make_room(ranks, words, G, rows), ranks
 
 
@@ -122,12 +124,24 @@ def test_places_are_found_as_specified(rows, k):
     numbers = np.append(here, EMPTY)[words[:, :k]]
     choices = int((numbers != EMPTY).sum())
     for room in {choices, choices + 1, max(choices - 1, 0)}:
-        expected = specification.find_places(words, here.ravel(), room)
-        assert bool(expected[2]) == (room < choices)
-        for mine, theirs in zip(parallel.find_places(words, here, Quick(), room), expected, strict=True):
+        expected, noted = specification.find_places(words, here.ravel(), room), np.array(False)
+        found = parallel.find_places(words, here, Quick(), parallel.Limit(room, noted))
+        assert bool(expected[2]) == (room < choices) == bool(noted)
+        for mine, theirs in zip(found, expected, strict=True):
             assert np.asarray(mine).tobytes() == np.asarray(theirs, np.asarray(mine).dtype).tobytes()  # NaN among them
     exact = parallel.find_places(words, here, Quick())
     assert exact.overflowed is None and np.array_equal(exact.here, numbers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rows_are_gathered_and_those_of_no_token_are_zeros(dtype):
+    rng = np.random.default_rng(0)
+    rows, tokens = rng.standard_normal((50, 13)).astype(dtype), rng.integers(EMPTY, 50, 300).astype(np.int32)
+    expected = np.where(tokens[:, None] == EMPTY, 0, rows[tokens])
+    np.testing.assert_array_equal(parallel.gather(rows, tokens, Quick()), expected)
+    nothing = parallel.gather(rows[:0], np.full(4, EMPTY, np.int32), Quick())
+    assert nothing.shape == (4, 13) and not nothing.any()
+    assert parallel.gather(rows, tokens[:0], Quick()).shape == (0, 13)
 
 
 @pytest.mark.parametrize("E", [1, 8, 128, 300])
@@ -184,7 +198,7 @@ def test_every_fault_is_caught(fault, monkeypatch):
             return super().load(file, text=with_fault(file, old, new) if file == TRIP else text, **constants)
 
     monkeypatch.setitem(globals(), "Quick", Faulty)
-    with pytest.raises((AssertionError, IndexError)):
+    with pytest.raises((AssertionError, KernelFault)):
         for map in MAPS[1:4]:
             test_ranks_are_chosen_as_specified(*map)
         test_every_rank_has_the_same_room(200, 4, 3, 160, False)
@@ -204,16 +218,25 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(lacks):
     rows = 60 if lacks else L
     with executor.recording() as launches:
         ranks, words = parallel.choose_ranks(topk, gates, copies_of(held, nodes), 2, executor)
-        room = parallel.make_room(build_open(ranks, G, executor), words, rows, executor)
+        found, noted = build_part.unchecked(ranks, G, L * k, executor), np.array(False)
+        room = parallel.make_room(found, words, rows, noted, executor)
         here = np.where(held.T, np.arange(E), EMPTY).astype(np.int32, order="C")
-        parallel.find_places(room.words, here, executor, 10 if lacks else G * rows * k)
+        parallel.find_places(room.words, here, executor, parallel.Limit(10 if lacks else G * rows * k, noted))
         shares = parallel.batch_shares(parallel.batch_rows(np.full(E, 0.5, np.float32), L, executor), L, executor)
         parallel.weigh_losses(shares[1], shares[1], shares[1], executor)
     sent = np.minimum(np.bincount(ranks[ranks != EMPTY], minlength=G), rows)
     assert (sent < np.bincount(ranks[ranks != EMPTY], minlength=G)).any() == lacks
-    symbols = {"R": L * k, "G": G, "C": int((held.sum(axis=1) > 1)[topk].sum()), "k": k, "P": G * rows, "F": int(lacks)}
+    symbols = {
+        "R": L * k,
+        "G": G,
+        "C": int((held.sum(axis=1) > 1)[topk].sum()),
+        "k": k,
+        "P": G * rows,
+        "F": int(lacks),
+        "O": int(lacks),
+    }
     symbols |= {"S": int(sent.sum()), "N": int((room.words[:, :k] != EMPTY).sum()), "E": E}
-    symbols |= {"B": -(-G * rows * k // parallel.THREADS)}
+    symbols |= {"F": int(lacks), "O": int(lacks), "B": -(-G * rows * k // parallel.THREADS)}
     headers = stated(TRIP) | stated(BATCH)
     of_these = [launch for launch in launches if launch.kernel in headers]
     assert [launch.kernel for launch in of_these] == [*headers]

@@ -8,8 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.core.arrays import dtype_of, size_of
 from moeblaze_ref.core.structures import Array, Dispatch
-from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
 from moeblaze_ref.runtime.source import Module
 
 THREADS = 128
@@ -87,16 +89,18 @@ def choose_ranks(
     return ranks, words
 
 
-def make_room(found: Dispatch, words: Array, rows: int, executor: Executor) -> Room:
+def make_room(found: Dispatch, words: Array, rows: int, noted: Array, executor: Executor) -> Room:
     """Give every rank room for the same number of rows.
 
     Parameters
     ----------
     found : Dispatch
-        Of L tokens over G ranks, by `dispatch.build_open` of the ranks of `choose_ranks`.
+        Of L tokens over G ranks, by `dispatch.build_part` of the ranks of `choose_ranks`; it may have rows too many.
     words : array (L, 2k) int32
     rows : int
         For each rank.
+    noted : array () bool
+        Set to True if a rank has too little room.
     executor : Executor
     """
     G, k, R = found.E, found.k, found.slots
@@ -110,15 +114,8 @@ def make_room(found: Dispatch, words: Array, rows: int, executor: Executor) -> R
     room = Room(copies, empty((G * rows, 2 * k)), executor.empty((), "bool"))
     launch, offsets = _trip(executor, G).launch, {"offsets": found.expert_token_offsets}
     overflowed = {"overflowed": room.overflowed}
-    launch(
-        "make_room",
-        grid=1,
-        block=THREADS,
-        **offsets,
-        offsets_of_room=copies.expert_token_offsets,
-        **overflowed,
-        rows=rows,
-    )
+    of_room = {"offsets_of_room": copies.expert_token_offsets, **overflowed, "noted": noted, "rows": rows}
+    launch("make_room", grid=1, block=THREADS, **offsets, **of_room)
     given = {"tokens": found.expert_token_indices, "words": words}
     made = {"tokens_of_room": copies.expert_token_indices, "words_of_room": room.words}
     _over(2 * k * G * rows, partial(launch, "fill_rows"), **offsets, **given, **made, rows=rows, k=k)
@@ -127,7 +124,14 @@ def make_room(found: Dispatch, words: Array, rows: int, executor: Executor) -> R
     return room
 
 
-def find_places(arrived: Array, here: Array, executor: Executor, room: int | None = None) -> Places:
+class Limit(NamedTuple):
+    """How many choices of experts of a rank have room."""
+
+    choices: int
+    noted: Array  #: () bool, set to True if they are more
+
+
+def find_places(arrived: Array, here: Array, executor: Executor, limit: Limit | None = None) -> Places:
     """Find the experts of rows that have arrived.
 
     Parameters
@@ -137,8 +141,8 @@ def find_places(arrived: Array, here: Array, executor: Executor, room: int | Non
     here : array int32
         The place on this rank of each copy's expert, EMPTY if the copy is elsewhere.
     executor : Executor
-    room : int, optional
-        For so many choices of experts of this rank. Default: for all.
+    limit : Limit, optional
+        Default: all choices have room.
     """
     rows, k = arrived.shape[0], arrived.shape[1] // 2
     slots, launch = rows * k, _trip(executor).launch
@@ -147,12 +151,32 @@ def find_places(arrived: Array, here: Array, executor: Executor, room: int | Non
     counts = executor.empty((blocks,), "int32")
     of_slots = {"places": places, "gates": gates, "counts": counts, "slots": slots, "k": k}
     _over(slots, partial(launch, "find_places"), arrived=arrived, here=here, **of_slots)
-    if room is None:
+    if limit is None:
         return Places(places, gates, None)
     overflowed = executor.empty((), "bool")
-    launch("sum_counts", grid=1, block=THREADS, counts=counts, overflowed=overflowed, blocks=blocks, room=room)
+    said = {"overflowed": overflowed, "noted": limit.noted, "room": limit.choices}
+    launch("sum_counts", grid=1, block=THREADS, counts=counts, blocks=blocks, **said)
     _over(slots, partial(launch, "withhold"), overflowed=overflowed, places=places, slots=slots)
     return Places(places, gates, overflowed)
+
+
+def gather(rows: Array, tokens: Array, executor: Executor) -> Array:
+    """Gather tokens' rows (L, n), one for each of ``tokens``: zeros where it is EMPTY."""
+    n, dtype = rows.shape[1], dtype_of(rows)
+    found, pack = executor.empty((len(tokens), n), dtype), widest_pack(rows, n)
+    if elements := size_of(found):
+        module = executor.load("block_sparse/rows.cu", **gemm.constants(dtype), PACK=pack)
+        operands = {"x": rows, "gates": executor.empty((0,), "float32"), "slots": tokens, "rows": found}
+        sizes = {"P": len(tokens), "d": n, "k": 1, "weighted": 0}
+        module.launch("padded_gather", **gemm.per_element(elements // pack), **operands, **sizes)
+    return found
+
+
+def sum_rows(rows: Array, copies: Dispatch, executor: Executor) -> Array:
+    """Sum the rows (R, n) of each token, one for each rank: (L, n)."""
+    out = executor.empty((copies.L, rows.shape[1]), dtype_of(rows))
+    gemm.sum_rows(executor, rows, copies.token_index_map, copies.k, out)
+    return out
 
 
 def batch_rows(shares: Array, tokens: int, executor: Executor) -> Array:
