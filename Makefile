@@ -133,6 +133,7 @@ docs: machine-for-notebooks $(STAMP) ## Write the generated pages, and the site 
 	$(BIN)/python -m moeblaze_ref.parallel.document
 	$(BIN)/python -m moeblaze_ref.papers.document
 	$(BIN)/python -m moeblaze_ref.cli.plan_document
+	$(BIN)/python -m moeblaze_ref.plan.document
 	$(BIN)/python -m moeblaze_ref.course.site.cupy_by_hand
 	$(BIN)/python -m moeblaze_ref.course.site.records
 	$(BIN)/python -m moeblaze_ref.course.site.path

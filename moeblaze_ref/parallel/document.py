@@ -15,11 +15,12 @@ from moeblaze_ref.parallel import findings
 DOCUMENT = DOCS / "parallel.md"
 KEYS = ("rows", "gpus", "steps", "token_s", "bandwidth", "exchange_s", "rest_s", "device", "versions", "commit")
 HOST_KEYS = ("rows", "preset", "device", "versions", "commit")
-RECORDS = {"host": DOCS / "results" / "ep_host_h200.json"} | {
-    f"{model}_x{gpus}": DOCS / "results" / f"ep_h200x{gpus}_{model}.json"
-    for gpus in (2, 4)
-    for model in ("gptoss", "mixtral")
+RESULTS = DOCS / "results"
+HOST = {"host": RESULTS / "ep_host_h200.json", "host_before": RESULTS / "ep_host_before_h200.json"}
+MAPS = {"gptoss_x2_copies": RESULTS / "ep_h200x2_gptoss_copies.json"} | {
+    f"{model}_x{gpus}": RESULTS / f"ep_h200x{gpus}_{model}.json" for gpus in (2, 4) for model in ("gptoss", "mixtral")
 }
+RECORDS = HOST | MAPS
 
 
 def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
@@ -30,7 +31,7 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     ValueError
         If there is no block of that name, or a file is no record of the benchmark.
     """
-    blocks = {name: _host_block if name == "host" else _block for name in paths}
+    blocks = {name: _host_block if name in HOST else _block for name in paths}
     return documents.fill(text, {name: partial(blocks[name], path) for name, path in paths.items()})
 
 

@@ -62,7 +62,7 @@ def test_the_furthest_step_of_each_model_is_named():
 
 
 def test_of_the_committed_records_the_simulated_steps_too_have_their_gap():
-    for path in document.RECORDS.values():
+    for path in document.MAPS.values():
         if path.exists():
             rows = document.load(path)["rows"]
             for one in rows:

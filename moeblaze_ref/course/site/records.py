@@ -37,6 +37,11 @@ KINDS = {
     "place": ("placements of experts on GPUs", "[placement](placement.md)"),
     "ep": ("layers whose experts are on several GPUs, under maps", "[experts on several GPUs](parallel.md)"),
     "plan": ("plans of whole models beside a GPU", "[will it fit?](plan.md#how-it-is-checked)"),
+    "experts": (
+        "models cut to two layers, with each implementation of their experts",
+        "[inside Hugging Face](huggingface.md#what-it-costs-on-a-gpu)",
+    ),
+    "layers": ("verdicts of every layer that a CPU can check", "[check a layer](check_a_layer.md#what-is-compared)"),
     "league": ("layers of several projects, checked and timed", "[the league](league.md#results)"),
     "cupy": ("what a kernel launched by hand prints", "[launch a kernel by hand](cupy_by_hand.md#the-launch)"),
     "course": ("how long the notebooks take", "[path](path.md#how-long-it-takes)"),
