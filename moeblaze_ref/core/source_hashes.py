@@ -20,7 +20,7 @@ from moeblaze_ref.core.paths import PACKAGE, kernels_dir
 CUDA, NUMBA, NUMPY, LAYERS = "CUDA kernels", "Numba kernels", "numpy functions", "layers"
 PLACEMENT, PARALLEL, PLAN, CHECKS = "placement", "expert parallelism", "plan", "checks of layers"
 # Of each part the files that hold its text: patterns below the package, and for .cu and .cuh below the kernels' folder.
-# Files of a pattern behind "!" belong to another part.
+# Files of a pattern behind "!" do not count: they belong to another part, or read and write other projects' files.
 PARTS: dict[str, tuple[str, ...]] = {
     CUDA: (
         *("**/*.cu", "**/*.cuh", "backends/raw_cuda/*.py"),
@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         ),
         *("nn/torch_sequential.py", "nn/torch_graphs.py", "runtime/torch_capture.py"),
     ),
-    PLACEMENT: ("placement/*.py",),
+    PLACEMENT: ("placement/*.py", *(f"!placement/{name}.py" for name in ("sources", "targets"))),
     PARALLEL: ("parallel/*.py", "parallel/*.cu", "backends/raw_cuda/parallel.py"),
     PLAN: ("plan/*.py",),
     CHECKS: ("verify/layers/**/*.py",),
