@@ -1,6 +1,9 @@
 """``moeblaze place``: experts on GPUs."""
 
 import functools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +15,8 @@ from moeblaze_ref.core.checks import MAX_EXPERTS
 
 MOST_WIDTH = 2**20
 PLOTS = ("load_by_gpu", "load_against_crossings")
+# Parameters of functions, as their messages name them, whose options have another name.
+OPTIONS = {"num_gpus": "--gpus", "num_nodes": "--nodes", "num_groups": "--groups", "time_limit": "--time-limit"}
 
 
 def place(
@@ -124,21 +129,23 @@ def place(
         routed = expanded(recorded.trace, expand)
         if plots and isinstance(routed, Counted):
             raise ValueError("--plots draws crossings, but of counts alone none are known")
-        on, costs = simulate.cluster(topology, gpus, d, h), traffic.runtime(topology, gpus, d, h)
-        options = methods.Options(
-            bounds.parse(experts_per_gpu),
-            solver,
-            time_limit,
-            limit,
-            costs=costs,
-            budget=budget,
-            nodes=nodes,
-            groups=groups,
-            seed=seed,
-        )
+        _check_budget(budget, routed.num_experts)
         skipped = methods.not_tried(asked, routed, gpus)
         chosen = [name for name in asked if name not in skipped] or asked
-        work = methods.jobs(routed, on, chosen, splits, options, tokens, seeds)
+        with _naming_options():
+            on, costs = simulate.cluster(topology, gpus, d, h), traffic.runtime(topology, gpus, d, h)
+            options = methods.Options(
+                bounds.parse(experts_per_gpu),
+                solver,
+                time_limit,
+                limit,
+                costs=costs,
+                budget=budget,
+                nodes=nodes,
+                groups=groups,
+                seed=seed,
+            )
+            work = methods.jobs(routed, on, chosen, splits, options, tokens, seeds)
         shown = (plots or record) and splits and "joint" in chosen
         curve = methods.curve(routed, on, options, tokens=tokens) if shown else []
         dense = targets.dense_layers(dense_layers, target, routed.layers, recorded.dense)
@@ -180,6 +187,23 @@ def place(
             }
             content = asked_for | report.content(rows, trials, along, tokens)
             provenance.record(record, "place", content, force, (source_hashes.PLACEMENT,))
+
+
+def _check_budget(budget: int | None, num_experts: int) -> None:
+    """A GPU holds an expert of a layer once."""
+    if budget is not None and budget > num_experts:
+        raise ValueError(f"--budget is {budget}, but a layer has only {num_experts} experts, and a GPU holds each once")
+
+
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Name the options of ``OPTIONS`` in a message of functions that take them."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        named = rf"\b({'|'.join(OPTIONS)})(?= (is|=) )"
+        raise kind(re.sub(named, lambda found: OPTIONS[found[1]], str(error))) from None
 
 
 def _drawn(trials, curve) -> dict:

@@ -17,6 +17,7 @@ import base64
 import binascii
 import io
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +25,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moeblaze_ref.core import checks, records
-from moeblaze_ref.core.traces import MAX_IDS, NPY, RoutingTrace
+from moeblaze_ref.core.traces import INTEGERS, MAX_IDS, NPY, RoutingTrace, load_npz
 from moeblaze_ref.placement import counted
 from moeblaze_ref.placement.counted import Counted
 from moeblaze_ref.placement.synthetic import trace_or_synthetic
 from moeblaze_ref.placement.trace import load_tensors
 
 Array = np.ndarray
+OF_RECORDER = "file of SGLang's recorder"
+PLACES = "last_physical_to_logical_map"
 
 
 class Recorded(NamedTuple):
@@ -76,7 +79,35 @@ def read(path: Path, source: str, num_experts: int | None = None, model: str = "
     return _traced(path, source, num_experts, model)
 
 
+def saved_by_torch(path: Path, what: str) -> dict[str, Any]:
+    """Read what ``torch.save`` wrote, as `trace.load_tensors` does, with one line of error for whatever is none of it.
+
+    Parameters
+    ----------
+    path : Path
+    what : str
+        What the file must be, for the message.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError
+        If torch does not load it, or it is no dictionary.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch's advice on pickles of others
+            return load_tensors(path)
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception:  # torch's reader of pickles raises whatever it stumbles over
+        form = "it must be a dictionary of tensors, numbers, text and lists that torch.save wrote"
+        raise ValueError(f"{path.name} is no {what}: {form}") from None
+
+
 def _counted(path: Path, num_experts: int | None, model: str) -> Recorded:
+    if path.suffix != ".npz":
+        saved_by_torch(path, OF_RECORDER)
     counts = counted.read(path)
     dense = ~counts.any(axis=(0, 2))  # (layers,)
     if dense.all():
@@ -118,10 +149,31 @@ def recorded_or_synthetic(
         If a source is named without a file, or as in `read` and `synthetic.trace_or_synthetic`.
     """
     if source is None:
-        return Recorded(trace_or_synthetic(path, size, num_experts, model), (), 0)
+        return Recorded(_trace_or_synthetic(path, size, num_experts, model), (), 0)
     if path is None or size is not None:
         raise ValueError(f"the source {source} is that of a recorded trace: name its file, and no synthetic one")
     return read(path, source, num_experts, model or "")
+
+
+def _trace_or_synthetic(
+    path: Path | None, size: str | None, num_experts: int | None, model: str | None
+) -> RoutingTrace:
+    """`synthetic.trace_or_synthetic`, which cannot count the experts of a file without tokens: say that it has none."""
+    try:
+        return trace_or_synthetic(path, size, num_experts, model)
+    except ValueError:
+        if path is not None and size is None and _has_no_tokens(path):
+            raise ValueError(f"{path.name} has no tokens: there is nothing to place by") from None
+        raise
+
+
+def _has_no_tokens(path: Path) -> bool:
+    """Whether a file holds topk (0, layers, k)."""
+    try:
+        topk = load_npz(path, "topk")["topk"]
+    except ValueError:
+        return False
+    return topk.ndim == 3 and not len(topk)
 
 
 def _columns(ids: Array) -> int:
@@ -184,32 +236,54 @@ def _decoded(name: str, text: Any) -> Array:
 
 
 def _sglang(path: Path) -> _Choices:
-    found = load_tensors(path)
-    if "logical_count" in found:
-        raise ValueError(f"{path.name} holds counts, not choices: record in mode per_token, or use --from counts")
-    if missing := {"records", "last_physical_to_logical_map"} - found.keys():
-        raise ValueError(f"{path.name} has no {', '.join(sorted(missing))}, as SGLang's records of mode per_token have")
-    logical = np.asarray(found["last_physical_to_logical_map"]).astype(np.int64)  # (layers, places)
+    found = _of_choices(path)
+    logical = _integers(PLACES, found[PLACES], 2)  # (layers, places)
+    checks.check_index(PLACES, logical, MAX_IDS, "experts")
+    passes = records.check_list("records", found["records"])
     ids, lengths, left_out = [], [], 0
-    for number, passed in enumerate(records.check_list("records", found["records"])):
-        passed = records.check_object(f"records[{number}]", passed, {"topk_ids_of_layer", "extend_seq_lens"})
-        physical = np.asarray(passed["topk_ids_of_layer"]).astype(np.int64)  # (layers, tokens, columns)
-        checks.check_shape("topk_ids_of_layer", physical, {"layers": len(logical), "tokens": None, "columns": None})
-        checks.check_index("topk_ids_of_layer", np.maximum(physical, 0), logical.shape[1], "physical experts")
-        if passed["extend_seq_lens"] is None:
+    for number, passed in enumerate(passes):
+        physical, of_prompts = _pass(f"records[{number}]", passed, logical)
+        if of_prompts is None:
             left_out += physical.shape[1]
             continue
-        of_prompts = records.check_list("extend_seq_lens", passed["extend_seq_lens"])
-        if sum(of_prompts) != physical.shape[1]:
-            raise ValueError(
-                f"records[{number}] has {physical.shape[1]} tokens, but extend_seq_lens add up to {sum(of_prompts)}"
-            )
         lengths += of_prompts
         ids.append(physical.swapaxes(0, 1))
     if not ids:
         raise ValueError(f"{path.name} holds no prefill: of {left_out} tokens of decodes no request is known")
     seq = np.repeat(np.arange(len(lengths)), lengths)
     return _without_padding(_Choices(np.concatenate(ids), seq, left_out, logical))
+
+
+def _of_choices(path: Path) -> dict[str, Any]:
+    """What SGLang's recorder wrote in mode per_token."""
+    found = saved_by_torch(path, OF_RECORDER)
+    if "logical_count" in found:
+        raise ValueError(f"{path.name} holds counts, not choices: record in mode per_token, or use --from counts")
+    if missing := {"records", PLACES} - found.keys():
+        raise ValueError(f"{path.name} has no {', '.join(sorted(missing))}, as SGLang's records of mode per_token have")
+    return found
+
+
+def _pass(name: str, passed: Any, logical: Array) -> tuple[Array, list[int] | None]:
+    """The places that a pass chose, (layers, tokens, columns), and the tokens of each prompt; None of a decode."""
+    passed = records.check_object(name, passed, {"topk_ids_of_layer", "extend_seq_lens"})
+    of_ids, of_lengths = f"{name}.topk_ids_of_layer", f"{name}.extend_seq_lens"
+    physical = _integers(of_ids, passed["topk_ids_of_layer"], 3)
+    checks.check_shape(of_ids, physical, {"layers": len(logical), "tokens": None, "columns": None})
+    checks.check_index(of_ids, np.maximum(physical, 0), logical.shape[1], "physical experts")
+    if passed["extend_seq_lens"] is None:
+        return physical, None
+    found = records.check_list(of_lengths, passed["extend_seq_lens"])
+    lengths = [checks.check_int(f"{of_lengths}[{one}]", length, 0) for one, length in enumerate(found)]
+    if sum(lengths) != physical.shape[1]:
+        raise ValueError(f"{name} has {physical.shape[1]} tokens, but extend_seq_lens add up to {sum(lengths)}")
+    return physical, lengths
+
+
+def _integers(name: str, found: Any, rank: int) -> Array:
+    """An array or a tensor of integers as int64."""
+    checks.check_array(name, found, rank, INTEGERS, contiguous=False)
+    return np.asarray(found).astype(np.int64)
 
 
 def _logical(ids: Array, logical: Array) -> Array:

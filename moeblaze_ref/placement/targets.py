@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moeblaze_ref.core import checks, records
+from moeblaze_ref.core.traces import INTEGERS, MAX_IDS
 from moeblaze_ref.placement import maps
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.maps import Copies, Placement
-from moeblaze_ref.placement.trace import load_tensors
+from moeblaze_ref.placement.sources import saved_by_torch
 
 Array = np.ndarray
 EPLB_TENSORS = ("phy2log", "log2phy", "logcnt")  # as rebalance_experts names what it returns
@@ -178,12 +179,18 @@ def planned(path: Path | None, target: str | None, dense: tuple[int, ...] = ()) 
     Raises
     ------
     ValueError
-        If a target is named without a path, or as in `check_target`.
+        If a target is named without a path, or as in `check_target`. Without a target, if the path has an ending other
+        than .npz.
     """
     if target is not None:
         if path is None:
             raise ValueError(f"a map for {target} needs a file to be written to: name it by --out")
         check_target(target, path)
+    elif path is not None and path.suffix not in ("", ".npz"):
+        raise ValueError(
+            f"{path} does not end in .npz: without --to, --out takes .npz or no ending. "
+            f"A runtime's map needs --to: {', '.join(TARGETS)}"
+        )
     return None if path is None else Output(path, target, dense)
 
 
@@ -321,20 +328,21 @@ def _places_of_experts(flat: Array, count: Array) -> Array:
 
 
 def _load_eplb(path: Path) -> Array:
-    found = load_tensors(path)
+    found = saved_by_torch(path, "file of EPLB's tensors")
     if missing := set(EPLB_TENSORS) - found.keys():
         raise ValueError(f"{path.name} has no {', '.join(sorted(missing))}")
+    checks.check_array(f"phy2log of {path.name}", found["phy2log"], 2, INTEGERS, contiguous=False)
     return _rows(path, found["phy2log"].tolist())
 
 
 def _rows(path: Path, rows: Any) -> Array:
-    """Rows of as many places, each an expert that is no less than 0."""
+    """Rows of as many places, each a number of an expert."""
     rows = [records.check_list(f"layer {layer}", row) for layer, row in enumerate(records.check_list("the map", rows))]
     if not rows or len(set(map(len, rows))) != 1 or not rows[0]:
         raise ValueError(f"{path.name} has rows of {sorted(set(map(len, rows)))} places, but all must have as many")
     for layer, row in enumerate(rows):
         for place, expert in enumerate(row):
-            checks.check_int(f"layer {layer}, place {place}", expert, 0)
+            checks.check_int(f"layer {layer}, place {place}", expert, 0, MAX_IDS - 1)
     return np.array(rows, np.int64)
 
 

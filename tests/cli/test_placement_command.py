@@ -232,21 +232,26 @@ def test_every_method_takes_experts_that_gpus_and_nodes_do_not_divide_and_nodes_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--gpus", 9), "num_gpus is 9, but there are only 8 experts"),
+        (("--gpus", 9), "error: --gpus is 9, but there are only 8 experts"),
         (("--gpus", 4, "--method", "greddy"), "unknown method 'greddy'. Did you mean 'greedy'?"),
         (("--gpus", 4, "--experts-per-gpu", "3:8"), "infeasible: at least 3 experts on each of 4 GPUs"),
         (("--gpus", 4, "--experts-per-gpu", "3"), "'3' must be MIN:MAX"),
         (("--gpus", 4, "--experts-per-gpu", "²:3"), "'²:3' must be MIN:MAX"),
         (("--gpus", 4, "--budget", 1), "budget is 1: 1 experts on each of 4 GPUs are 4, but a layer has 8"),
-        (("--gpus", 4, "--nodes", 3), "num_gpus is 4, but it must be a multiple of num_nodes = 3"),
-        (("--gpus", 4, "--groups", 3), "E is 8, but it must be a multiple of num_groups = 3"),
+        (("--gpus", 4, "--nodes", 3), "error: --gpus is 4, but it must be a multiple of --nodes = 3"),
+        (("--gpus", 4, "--groups", 3), "E is 8, but it must be a multiple of --groups = 3"),
+        (("--gpus", 0), "error: --gpus is 0, but it must be >= 1"),
+        (("--gpus", 4, "--nodes", 0), "error: --nodes is 0, but it must be >= 1"),
+        (("--gpus", 4, "--groups", -3), "error: --groups is -3, but it must be >= 1"),
+        (("--gpus", 4, "--budget", 9), "--budget is 9, but a layer has only 8 experts, and a GPU holds each once"),
+        (("--gpus", 4, "--topology", "nodes-of-8"), "error: --gpus is 4, but nodes of 8 GPUs need a multiple of 8"),
         (("--gpus", 4, "--experts", 6), "but there are only 6 experts (valid: 0..5)"),
         (("--gpus", 4, "--topology", "ring"), "unknown topology 'ring'"),
         (("--gpus", 3, "--topology", "two-nodes"), "two nodes need an even number"),
         (("--gpus", 4, "--solver", "cplex"), "unknown solver 'cplex'"),
         (("--gpus", 4, "--limit", 0.5, "--method", "joint"), "limit is 0.5, but no load can be more even than 1"),
         (("--gpus", 4, "--limit", 0.5, "--method", "greedy"), "limit is 0.5, but no load can be more even than 1"),
-        (("--gpus", 4, "--time-limit", 1e300), "time_limit is 1e+300, but it must be at most 1e+09 seconds"),
+        (("--gpus", 4, "--time-limit", 1e300), "error: --time-limit is 1e+300, but it must be at most 1e+09 seconds"),
         (("--gpus", 4, "--synthetic", "4x8x2"), "name either a trace or the size of a synthetic one"),
         (("--gpus", 4, "--splits", -1), "splits is -1, but it must be >= 0"),
         (("--gpus", 4, "--method", "eplb-replicas", "--out", "map.npz"), "no map to write"),
@@ -336,7 +341,12 @@ def test_a_synthetic_trace_is_named_by_its_size(monkeypatch, tmp_path):
 
 def test_a_missing_trace_and_an_empty_one(tmp_path):
     np.savez(tmp_path / "empty.npz", topk=np.zeros((0, 2, 1), np.int16), num_experts=4)
-    for name, message in (("none.npz", "none.npz"), ("empty.npz", "no tokens")):
+    np.savez(tmp_path / "uncounted.npz", topk=np.zeros((0, 2, 4), np.int16))
+    for name, message in (
+        ("none.npz", "none.npz"),
+        ("empty.npz", "the trace has no tokens"),
+        ("uncounted.npz", "error: uncounted.npz has no tokens: there is nothing to place by"),
+    ):
         assert message in refused("--trace", tmp_path / name, "--gpus", 2)
 
 

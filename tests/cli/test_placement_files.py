@@ -93,6 +93,11 @@ SYNTHETIC = ("--synthetic", "4x8x2", "--splits", 0)
         ),
         (("--from", "vllm"), "the source vllm is that of a recorded trace"),
         ((*SYNTHETIC, "--to", "sglang"), "a map for sglang needs a file to be written to: name it by --out"),
+        (
+            (*SYNTHETIC, "--out", "m.json"),
+            "m.json does not end in .npz: without --to, --out takes .npz or no ending. A runtime's map needs --to: "
+            "sglang, ascend, eplb",
+        ),
         ((*SYNTHETIC, "--to", "vllm", "--out", "m.json"), "vllm is no target: vLLM 0.33.0 reads no map from a file"),
         ((*SYNTHETIC, "--to", "sglang", "--out", "m.npz"), "m.npz does not end in .json, as sglang needs it"),
         ((*SYNTHETIC, "--to", "ascend", "--dense-layers", "0", "--out", "m.json"), "only a map for sglang counts them"),
@@ -114,6 +119,23 @@ def test_bad_input(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in refused(*arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_text_is_no_record_of_sglang_and_no_map_of_eplb(tmp_path):
+    path = tmp_path / "notes.pt"
+    path.write_text("hello world")
+    message = "it must be a dictionary of tensors, numbers, text and lists that torch.save wrote"
+    assert f"notes.pt is no file of SGLang's recorder: {message}" in refused("--trace", path, "--from", "sglang")
+    assert f"notes.pt is no file of EPLB's tensors: {message}" in refused(*SYNTHETIC, "--to", "eplb", "--out", path)
+    assert path.read_text() == "hello world"
+
+
+def test_a_list_in_place_of_a_tensor_is_no_map_of_eplb(tmp_path):
+    path = tmp_path / "mine.pt"
+    torch.save(dict.fromkeys(targets.EPLB_TENSORS, [[0, 1]]), path)
+    before = path.read_bytes()
+    assert "phy2log of mine.pt is a list" in refused(*SYNTHETIC, "--to", "eplb", "--out", path)
+    assert path.read_bytes() == before
 
 
 def test_a_record_that_names_other_dense_layers_is_refused(routed, tmp_path):

@@ -1,5 +1,6 @@
 """Records of serving runtimes as traces: every choice comes over, and what is no choice is left out and counted."""
 
+import pickle
 import re
 
 import numpy as np
@@ -97,6 +98,9 @@ def test_layers_of_which_one_pass_alone_names_expert_0_are_not_dense(tmp_path):
     assert found.trace.topk.tolist() == [[[0, 1], [1, 0]]] and found.dense == ()
 
 
+IDS, PLACES = "records[0].topk_ids_of_layer", "last_physical_to_logical_map"
+
+
 def broken(**changes):
     record, _ = of_sglang()
     record["records"][0] |= changes
@@ -108,14 +112,76 @@ def broken(**changes):
     [
         ({"logical_count": torch.ones(2, 8)}, "holds counts, not choices"),
         ({"records": []}, "has no last_physical_to_logical_map, as SGLang's records of mode per_token have"),
-        ({"records": [], "last_physical_to_logical_map": torch.zeros(2, 8)}, "holds no prefill"),
-        ([1], "holds a list, but it must hold a dictionary"),
+        ({"records": [], "last_physical_to_logical_map": torch.zeros(2, 8, dtype=int)}, "holds no prefill"),
+        ([1], "record.pt is no file of SGLang's recorder: it must be a dictionary"),
         (broken(extend_seq_lens=[2, 3]), "records[0] has 6 tokens, but extend_seq_lens add up to 5"),
-        (broken(topk_ids_of_layer=torch.full((3, 6, 8), 9)), "physical experts"),
-        (broken(topk_ids_of_layer=torch.zeros(2, 6, 8)), "topk_ids_of_layer"),
+        (broken(topk_ids_of_layer=torch.full((3, 6, 8), 9)), f"{IDS}[0, 0, 0] is 9, but there are only 9 physical"),
+        (broken(topk_ids_of_layer=torch.zeros(2, 6, 8, dtype=int)), f"{IDS} has shape (2, 6, 8)"),
+        (broken(topk_ids_of_layer=torch.zeros(6, 8, dtype=int)), f"{IDS} has shape (6, 8), but it must have 3 dim"),
+        (broken(topk_ids_of_layer=torch.zeros(3, 6, 8)), f"{IDS} has dtype torch.float32"),
+        (broken(topk_ids_of_layer=None), f"{IDS} is None, but it must be an array"),
+        (broken(topk_ids_of_layer=[[1, 2], [3]]), f"{IDS} is a list, but it must be an array"),
+        (broken(extend_seq_lens=["6"]), "records[0].extend_seq_lens[0] is '6' (str), but it must be an integer"),
+        (broken(extend_seq_lens=[7, -1]), "records[0].extend_seq_lens[1] is -1, but it must be >= 0"),
+        (broken(extend_seq_lens=6), "records[0].extend_seq_lens is no list"),
+        ({"records": [], PLACES: "text"}, f"{PLACES} is a str, but it must be an array"),
+        ({"records": [], PLACES: torch.zeros(2, 8)}, f"{PLACES} has dtype torch.float32"),
+        ({"records": [], PLACES: torch.full((2, 8), -1)}, f"{PLACES}[0, 0] is -1"),
     ],
 )
 def test_other_records_are_refused(record, message, tmp_path):
     torch.save(record, tmp_path / "record.pt")
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         sources.read(tmp_path / "record.pt", "sglang")
+
+
+class Mine:
+    """A class of which torch.load makes no object."""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("source", ["sglang", "counts"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"hello world\n",
+        b'{"records": []}',
+        b"PK\x03\x04 cut",
+        bytes(range(256)),
+        pickle.dumps({"records": Mine()}),
+    ],
+    ids=["empty", "text", "JSON", "cut", "bytes", "pickle"],
+)
+def test_a_file_that_torch_does_not_load_is_refused_without_its_advice(content, source, tmp_path):
+    (tmp_path / "record.pt").write_bytes(content)
+    with pytest.raises(ValueError) as raised:
+        sources.read(tmp_path / "record.pt", source)
+    assert str(raised.value) == (
+        "record.pt is no file of SGLang's recorder: it must be a dictionary of tensors, numbers, text and lists that "
+        "torch.save wrote"
+    )
+
+
+def test_a_missing_record_is_said_to_be_missing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        sources.read(tmp_path / "none.pt", "sglang")
+
+
+# Our own traces ------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_without_tokens_is_not_said_to_lack_experts(tmp_path):
+    np.savez(tmp_path / "empty.npz", topk=np.zeros((0, 2, 4), np.int16))
+    with pytest.raises(ValueError, match=r"^empty.npz has no tokens: there is nothing to place by$"):
+        sources.recorded_or_synthetic(tmp_path / "empty.npz", None, None)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [({"topk": np.zeros((3, 2, 4), np.int16)}, "k is 4, but there are only 1 experts"), ({"seq": [0]}, "has no topk")],
+)
+def test_other_faults_of_a_trace_keep_their_message(arrays, message, tmp_path):
+    np.savez(tmp_path / "trace.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        sources.recorded_or_synthetic(tmp_path / "trace.npz", None, None)

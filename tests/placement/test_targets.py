@@ -163,6 +163,7 @@ def test_dense_layers_that_do_not_fit_are_refused(dense, message, placed, tmp_pa
         ([], r"rows of \[\] places"),
         ([[0, "a"]], "layer 0, place 1"),
         ([[0, -1]], "layer 0, place 1 is -1"),
+        ([[0, 10**30]], "layer 0, place 1 is 1000000000000000000000000000000, but it must be 0..32767"),
         ("text", "the map is no list"),
     ],
 )
@@ -181,3 +182,44 @@ def test_another_file_is_kept(placed, tmp_path):
     assert path.read_text() == '{"mine": 1}'
     targets.save(path, "sglang", placed, force=True)
     targets.save(path, "sglang", placed)  # its own kind
+
+
+TENSORS = {name: torch.zeros(2, 8, dtype=int) for name in targets.EPLB_TENSORS}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (TENSORS | {"phy2log": [[0, 1]]}, "phy2log of map.pt is a list, but it must be an array of int8"),
+        (TENSORS | {"phy2log": torch.zeros(2, 8)}, "phy2log of map.pt has dtype torch.float32"),
+        (TENSORS | {"phy2log": torch.tensor(3)}, r"phy2log of map.pt has shape \(\), but it must have 2 dimensions"),
+        ({"phy2log": TENSORS["phy2log"]}, "map.pt has no log2phy, logcnt"),
+        ([1], "map.pt is no file of EPLB's tensors: it must be a dictionary"),
+    ],
+)
+def test_another_file_of_torch_is_kept(content, message, placed, tmp_path):
+    path = tmp_path / "map.pt"
+    torch.save(content, path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"map.pt exists and is no file that this command writes: {message}"):
+        targets.save(path, "eplb", placed)
+    assert path.read_bytes() == before
+    targets.save(path, "eplb", placed, force=True)
+    targets.save(path, "eplb", placed)  # its own kind
+
+
+def test_notes_under_the_name_of_tensors_are_kept(placed, tmp_path):
+    (tmp_path / "map.pt").write_text("hello world")
+    with pytest.raises(
+        ValueError, match=r"exists and .*: map.pt is no file of EPLB's tensors: .*, or replace it by --"
+    ):
+        targets.save(tmp_path / "map.pt", "eplb", placed)
+    assert (tmp_path / "map.pt").read_text() == "hello world"
+
+
+@pytest.mark.parametrize("name", ["map.json", "map.pt", "map.v2"])
+def test_our_own_map_has_the_ending_of_an_npz_or_none(name, tmp_path):
+    with pytest.raises(ValueError, match=f"{name} does not end in .npz: without --to, --out takes .npz or no ending"):
+        targets.planned(tmp_path / name, None)
+    for allowed in ("map.npz", "map"):
+        assert targets.planned(tmp_path / allowed, None).path == tmp_path / allowed
