@@ -9,18 +9,17 @@
 // Determinism  Same input, same bits: each output element has one writer.
 //
 // kernel        grid                     block    shared bytes  bytes read    bytes written
-// batch_rows    ceil((E + 1) / THREADS)  THREADS  0             4 E           8 E + 8
+// batch_rows    ceil((E + 1) / THREADS)  THREADS  0             4 E T         8 E + 8
 // batch_shares  ceil((E + 1) / THREADS)  THREADS  0             16 E + 8      4 E + 4
 // weigh_losses  1                        THREADS  0             16            8
-// The last entry of the rows is the number of tokens. Bound: latency.
+// The last entry of the rows is the number of tokens. T is 1 if this rank has tokens, else 0. Bound: latency.
 #include "common.cuh"
 
 // This rank's rows of each expert, and its tokens.
 extern "C" __global__ void __launch_bounds__(THREADS) batch_rows(const float* shares, double* rows, int tokens, int E) {
     const int expert = blockIdx.x * THREADS + threadIdx.x;
     if (expert < E) {
-        const double share = shares[expert];
-        rows[expert] = tokens ? share * tokens : 0.0;
+        rows[expert] = tokens ? double(shares[expert]) * tokens : 0.0;
     } else if (expert == E) {
         rows[E] = tokens;
     }

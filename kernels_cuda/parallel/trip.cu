@@ -14,13 +14,13 @@
 // choose_ranks  ceil(L / THREADS)      THREADS  4 THREADS SETS     20 R + 2 G C       12 R
 // make_room     1                      THREADS  4 THREADS / 32     8 G                4 G + 5 + O
 // fill_rows     ceil(2 k P / THREADS)  THREADS  0                  16 k P + 16 k S    8 k P + 4 P
-// move_slots    ceil(R / THREADS)      THREADS  0                  5 R + 8 S          4 R
+// move_slots    ceil(R / THREADS)      THREADS  0                  5 R + 8 S (1 - O)  4 R
 // find_places   ceil(k P / THREADS)    THREADS  4 THREADS / 32     8 k P + 4 N        8 k P + 4 blocks
 // sum_counts    1                      THREADS  4 THREADS / 32     4 B                1 + F
 // withhold      ceil(k P / THREADS)    THREADS  0                  k P                4 k P F
 // R = L k slots, of which C are of experts with several copies; SETS = 2 ceil(G / 32) + ceil(NODES / 32). S rows are
 // sent, P = G rows have room; of the P rows that arrive, N slots have a number. find_places has B blocks. O is 1 if
-// rows lack room, F is 1 if choices do, else they are 0. If O is 1, move_slots reads no more than 5 R. Bound: latency.
+// rows lack room, F is 1 if choices do, else they are 0. Bound: latency.
 #include "common.cuh"
 
 constexpr int PER_NODE = RANKS / NODES;

@@ -115,7 +115,8 @@ class Trip:
         """
         G, k = ranks.size, visits.ranks.shape[1]
         kernels.check_words(G * capacity.rows, k)
-        found = build_part.unchecked(visits.ranks, G, size_of(visits.ranks), bridge.executor)
+        most = size_of(visits.ranks)  # rows; the host does not know how many there are, and the others stay unwritten
+        found = build_part.unchecked(visits.ranks, G, most, bridge.executor)
         room = kernels.make_room(found, visits.words, capacity.rows, bridge.array(noted), bridge.executor)
         words, overflowed = bridge.tensors(room[1:])
         return cls(ranks, bridge, room.copies.map(bridge.tensor), counts_within(capacity, G, k), words), overflowed
@@ -131,7 +132,10 @@ class Trip:
         return {_kept(name): tensor for name, tensor in self._copies.arrays().items()}
 
     def there(self, rows: Tensor) -> Tensor:
-        """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank."""
+        """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank.
+
+        Rows of no token are zeros.
+        """
         given, tokens = self._bridge.arrays([rows, self._copies.expert_token_indices])
         return self._exchanged(self._bridge.tensor(kernels.gather(given, tokens, self._bridge.executor)))
 

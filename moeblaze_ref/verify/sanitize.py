@@ -134,6 +134,7 @@ def _run_trips(executor: Executor):
         here = np.where(held.T, np.arange(len(held)), EMPTY).astype(np.int32, order="C")
         parallel.find_places(room.words, executor.from_numpy(here), executor, parallel.Limit(choices, noted))
     shares = executor.from_numpy(np.full(len(held), 1 / len(held), np.float32))
+    parallel.batch_rows(executor.empty((len(held),), "float32"), 0, executor)
     shares, part = parallel.batch_shares(parallel.batch_rows(shares, L, executor), L, executor)
     parallel.weigh_losses(part, part, part, executor)
 

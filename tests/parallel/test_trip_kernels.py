@@ -78,9 +78,11 @@ def room_of(executor, rng, L, G, k, rows):
     homes = rng.integers(0, G, (L, k)).astype(np.int32)
     ranks = specification.first_slots(homes).astype(np.int32)
     words = rng.integers(0, 2**31, (L, 2 * k)).astype(np.int32)
-    noted = np.array(False)
-    room = parallel.make_room(build_part.unchecked(ranks, G, L * k, executor), words, rows, noted, executor)
-    assert bool(noted) == bool(room.overflowed)
+    found = build_part.unchecked(ranks, G, L * k, executor)
+    for before in (True, False):
+        noted = np.array(before)
+        room = parallel.make_room(found, words, rows, noted, executor)
+        assert bool(noted) == (before or bool(room.overflowed))  # a note stays
     return room, specification.make_room(ranks, words, G, rows), ranks
 
 
@@ -103,9 +105,8 @@ def test_every_rank_has_the_same_room(L, G, k, rows, lacks):
     np.testing.assert_array_equal(copies.token_index_map, places.ravel())
     np.testing.assert_array_equal(copies.token_expert_indices, ranks.ravel())
     np.testing.assert_array_equal(copies.expert_token_offsets, rows * np.arange(G + 1))
-    if not overflowed:  # else it does not matter which of the tokens have a row
-        np.testing.assert_array_equal(copies.expert_token_indices, tokens)
-        np.testing.assert_array_equal(room.words, words)
+    np.testing.assert_array_equal(copies.expert_token_indices, tokens)
+    np.testing.assert_array_equal(room.words, words)
 
 
 def arrivals(rng, rows, k, E, G, rank):
@@ -124,9 +125,12 @@ def test_places_are_found_as_specified(rows, k):
     numbers = np.append(here, EMPTY)[words[:, :k]]
     choices = int((numbers != EMPTY).sum())
     for room in {choices, choices + 1, max(choices - 1, 0)}:
-        expected, noted = specification.find_places(words, here.ravel(), room), np.array(False)
-        found = parallel.find_places(words, here, Quick(), parallel.Limit(room, noted))
-        assert bool(expected[2]) == (room < choices) == bool(noted)
+        expected = specification.find_places(words, here.ravel(), room)
+        assert bool(expected[2]) == (room < choices)
+        for before in (True, False):
+            noted = np.array(before)
+            found = parallel.find_places(words, here, Quick(), parallel.Limit(room, noted))
+            assert bool(noted) == (before or room < choices)  # a note stays
         for mine, theirs in zip(found, expected, strict=True):
             assert np.asarray(mine).tobytes() == np.asarray(theirs, np.asarray(mine).dtype).tobytes()  # NaN among them
     exact = parallel.find_places(words, here, Quick())
@@ -185,6 +189,10 @@ FAULTS = {
     "a row that is full": ("- offsets[rank] > rows", "- offsets[rank] >= rows"),
     "slots of other ranks": ("- offsets[rank];", "- offsets[0];"),
     "one choice more": ("choices > room", "choices > room + 1"),
+    "rows erase a note": ("if (any > 0) noted[0] = true;", "noted[0] = any > 0;"),
+    "choices erase a note": ("if (choices > room) noted[0] = true;", "noted[0] = choices > room;"),
+    "what lacks room is placed": ("&& overflowed[0]) places", "&& !overflowed[0]) places"),
+    "words of spare rows": ("spare ? EMPTY : words[", "spare ? 0 : words["),
     "gates of the neighbours": ("words[k + slot % k]", "words[k + (slot + 1) % k]"),
 }
 
@@ -232,8 +240,6 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(lacks):
         "C": int((held.sum(axis=1) > 1)[topk].sum()),
         "k": k,
         "P": G * rows,
-        "F": int(lacks),
-        "O": int(lacks),
     }
     symbols |= {"S": int(sent.sum()), "N": int((room.words[:, :k] != EMPTY).sum()), "E": E}
     symbols |= {"F": int(lacks), "O": int(lacks), "B": -(-G * rows * k // parallel.THREADS)}
@@ -241,8 +247,14 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(lacks):
     of_these = [launch for launch in launches if launch.kernel in headers]
     assert [launch.kernel for launch in of_these] == [*headers]
     for launch in of_these:
-        if not (lacks and launch.kernel == "move_slots"):
-            assert_as_stated(launch, headers, symbols)
+        assert_as_stated(launch, headers, symbols | {"T": 1})
+
+
+def test_a_rank_without_tokens_reads_no_shares():
+    executor = SimtExecutor()
+    with executor.recording() as launches:
+        parallel.batch_rows(np.full(6, np.nan, np.float32), 0, executor)
+    assert_as_stated(launches[0], stated(BATCH), {"E": 6, "T": 0})
 
 
 def test_a_block_has_the_shared_memory_that_its_header_states():

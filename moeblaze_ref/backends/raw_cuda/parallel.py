@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import dtype_of, size_of
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
 from moeblaze_ref.runtime.source import Module
 
 THREADS = 128
-MOST_WORDS = 2**31 - 1024  # that the kernels number
+MOST_WORDS = checks.MAX_ROUTED_ROWS  # that the kernels number: two of a slot
 
 
 class Copies(NamedTuple):
@@ -95,7 +96,8 @@ def make_room(found: Dispatch, words: Array, rows: int, noted: Array, executor: 
     Parameters
     ----------
     found : Dispatch
-        Of L tokens over G ranks, by `dispatch.build_part` of the ranks of `choose_ranks`; it may have rows too many.
+        Of L tokens over G ranks, by `dispatch.build_part` of the ranks of `choose_ranks`. Rows beyond the last rank's
+        may be unwritten: they are not read.
     words : array (L, 2k) int32
     rows : int
         For each rank.
