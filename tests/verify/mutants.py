@@ -44,6 +44,26 @@ def moe(kind=PlainMoE, experts_kind=PlainExperts, **options):
 GPT_OSS = {"biases": True, "activation": ClampedSwiglu()}
 
 
+class Rounded(torch.autograd.Function):
+    """A weight as it is, whose gradient is rounded once to bfloat16."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.bfloat16().to(gradient.dtype)
+
+
+class RoundedGradient(PlainExperts):
+    """The gradient of down has fewer bits; where k is 1 and gates are divided, that of the router is zero."""
+
+    def expert(self, e, rows, gate):
+        a, b = self.up(e, rows)
+        return F.linear(self.activation(a, b), Rounded.apply(self.down[e])) * gate.to(a.dtype)
+
+
 class Interleaved(PlainExperts):
     def up(self, e, rows):
         both = torch.cat(super().up(e, rows), -1)
@@ -510,6 +530,7 @@ MUTANTS = {
     "no gradient": Mutant(experts(NoGradient), "a gradient is missing"),
     "zero by zero": Mutant(experts(MeanOfRows), "NaN from experts without tokens"),
     "few bits": Mutant(experts(FewBits), "too few bits"),
+    "few bits of a gradient": Mutant(moe(experts_kind=RoundedGradient), "too few bits"),
     "cached dispatch": Mutant(experts(CachedDispatch), "state of an earlier step"),
     "one buffer": Mutant(experts(OneBuffer), "sizes of an earlier step"),
     "shared buffer": Mutant(experts(SharedBuffer), "state shared between steps"),

@@ -135,6 +135,7 @@ def _has_one_choice_each(evidence: Evidence) -> bool:
 
 FEW_BITS_ERROR = 2e-2
 ALIKE, UNLIKE = 0.9, 0.5  # cosines
+NOTHING = 1e-10  # a tensor in float64 whose norm is no larger is zero, but for rounding
 
 
 def few_bits(evidence: Sequence[Evidence]) -> bool:
@@ -163,8 +164,12 @@ def _change_as_rounding(wrong: Sequence[Evidence]) -> bool:
 
 
 def _error(exact: Results, found: Results) -> Tensor:
-    """The errors of all tensors in units of their sizes: (n,)."""
-    parts = [(found[name] - tensor) / tensor.norm() for name, tensor in exact.items() if tensor.any()]
+    """The errors of all tensors in units of their sizes: (n,). Those of a tensor that is zero count as none."""
+    sizes = {name: tensor.norm() for name, tensor in exact.items()}
+    parts = [
+        (found[name] - tensor) / sizes[name] if sizes[name] > NOTHING else torch.zeros_like(tensor)
+        for name, tensor in exact.items()
+    ]
     return torch.cat([part.flatten() for part in parts])
 
 
