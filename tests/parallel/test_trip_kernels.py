@@ -234,13 +234,7 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(lacks):
         parallel.weigh_losses(shares[1], shares[1], shares[1], executor)
     sent = np.minimum(np.bincount(ranks[ranks != EMPTY], minlength=G), rows)
     assert (sent < np.bincount(ranks[ranks != EMPTY], minlength=G)).any() == lacks
-    symbols = {
-        "R": L * k,
-        "G": G,
-        "C": int((held.sum(axis=1) > 1)[topk].sum()),
-        "k": k,
-        "P": G * rows,
-    }
+    symbols = {"R": L * k, "G": G, "C": int((held.sum(axis=1) > 1)[topk].sum()), "k": k, "P": G * rows}
     symbols |= {"S": int(sent.sum()), "N": int((room.words[:, :k] != EMPTY).sum()), "E": E}
     symbols |= {"F": int(lacks), "O": int(lacks), "B": -(-G * rows * k // parallel.THREADS)}
     headers = stated(TRIP) | stated(BATCH)

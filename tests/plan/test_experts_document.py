@@ -25,4 +25,5 @@ def test_our_experts_are_the_fastest_of_each_model():
         of_case = {row["experts"]: row for row in rows if (row["model"], row["sequence"]) == (model, sequence)}
         losses = [row["loss"] for row in of_case.values()]
         assert max(losses) - min(losses) < 2e-3
-        assert max(of_case["moeblaze_minimal"]["step_ms"]) < min(of_case["grouped_mm"]["step_ms"])
+        minimal = max(of_case.pop("moeblaze_minimal")["step_ms"])
+        assert len(of_case) == 4 and all(minimal < min(row["step_ms"]) for row in of_case.values())
