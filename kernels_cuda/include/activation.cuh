@@ -72,7 +72,7 @@ struct clamped_swiglu {
     static __device__ float at_most(float a) { return a > LIMIT ? LIMIT : a; }
     static __device__ float act(float a) { return at_most(a) * sigmoid(ALPHA * at_most(a)); }
     static __device__ float slope(float a) {
-        const float s = sigmoid(ALPHA * a);
+        const float s = sigmoid(ALPHA * at_most(a));
         return a > LIMIT ? 0.0f : s * (1.0f + ALPHA * a * (1.0f - s));
     }
     static __device__ float factor(float b) { return (b < -LIMIT ? -LIMIT : at_most(b)) + 1.0f; }

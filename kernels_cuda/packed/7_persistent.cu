@@ -74,7 +74,7 @@ struct Hidden {
             auto& finished = epilogue.take(n);
             const int first = epilogue.row(n);
             if (j < h)
-#pragma unroll 2
+#pragma unroll(2 * MERGED)  // four chunks are under way
                 for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE) {
                     const int routed = tile.first + first + row;
                     const Chunk& chunk = finished.at(row, a_chunk);
