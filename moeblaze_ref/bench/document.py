@@ -19,7 +19,7 @@ PAGES = (
     README,
     *(
         results.DOCS / f"{name}.md"
-        for name in ("performance", "launch_plans", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
+        for name in ("performance", "launch_plans", "layer_tables", "kernel_tables", "optimisation_log", "tiles", "huggingface")
     ),
 )
 PICTURE = results.DOCS / "images" / "bench.png"
@@ -170,7 +170,7 @@ def _launches(found: results.Result) -> str:
 
 
 # Kinds of records that have files of their own.
-OWN_FILES = ("ladder", "host", "launched", "first_step", "growth", "counters")
+OWN_FILES = ("ladder", "host", "launched", "first_step", "layouts", "growth", "counters")
 BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "place": _place,
     "headline": findings.headline,
@@ -194,6 +194,7 @@ OF_OTHER_FILES: dict[str, Callable[[], str]] = {
     "tiles": findings.chosen_tiles,
     "growth": growth_page.link,
     "launches": _of_gpus("host", _launches),
+    "layouts": _of_gpus("layouts", _launches),
     "best": _of_gpus("layer", lambda found: f"{_place(found)}\n\n{findings.best(found)}"),
 }
 

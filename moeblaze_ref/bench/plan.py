@@ -17,6 +17,7 @@ from moeblaze_ref.bench import (
     host,
     ladder,
     launched,
+    layouts,
     roofline,
     routing,
     stages,
@@ -34,6 +35,7 @@ Job = Callable[..., list[dict[str, Any]]]
 
 ALL = tuple((name, None) for name in LAYER_PRESETS)
 LADDERS = tuple((name, None) for name in ladder.PRESETS)
+LAYOUTS = tuple((name, None) for name in layouts.PRESETS)
 HOSTS = tuple((name, None) for name in host.PRESETS)
 FIRST_STEPS = tuple((name, None) for name in first_step.PRESETS)
 GROWN = ((growth.PRESET, growth.TOKENS),)
@@ -96,6 +98,7 @@ def jobs(kind: str, request: Request) -> list[Job]:
         "host": _host_jobs,
         "launched": _launched_jobs,
         "first_step": _first_step_jobs,
+        "layouts": _layout_jobs,
         "growth": _growth_jobs,
         "counters": _counter_jobs,
     }
@@ -258,6 +261,13 @@ def _launched_jobs(request: Request) -> list[Job]:
 def _first_step_jobs(request: Request) -> list[Job]:
     _own_version("first_step", request)
     return [partial(first_step.time_first_step, name, config) for name, config in layers(request, FIRST_STEPS)]
+
+
+def _layout_jobs(request: Request) -> list[Job]:
+    _own_version("layouts", request)
+    return [
+        partial(layouts.time_layouts, name, config, request.repetitions) for name, config in layers(request, LAYOUTS)
+    ]
 
 
 def _growth_jobs(request: Request) -> list[Job]:

@@ -19,7 +19,7 @@ Column = tuple[str, Callable[[Any], str]]
 WORDS = (
     *("preset", "activation", "system", "stage", "version", "routing", "bound", "idea", "kernel", "warps wait for"),
     *("work", "launch plans", "best baseline"),
-    *("axis", "groups", "weights", "tile", "remark", "way", "caches"),
+    *("axis", "groups", "weights", "tile", "remark", "way", "caches", "layout", "biases"),
 )
 
 
@@ -179,6 +179,18 @@ LAUNCHED_COLUMNS: tuple[Column, ...] = (
     ("error", _number("error", ".1e")),
     ("row error", _number("row_error", ".1e")),
 )
+LAYOUT_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("layout", lambda row: row["layout"]),
+    ("activation", lambda row: row["activation"]),
+    ("biases", lambda row: "yes" if row["biases"] else "no"),
+    ("step ms", _number("step_ms", ".2f")),
+    ("± %", _half_spread),
+    ("over separate", lambda row: f"{row['over_separate']:.3f}"),
+    ("peak MiB", _number("peak_bytes", ",.0f", MIB)),
+    ("error", _number("error", ".1e")),
+    ("row error", _number("row_error", ".1e")),
+)
 FIRST_STEP_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
     ("caches", lambda row: row["caches"]),
@@ -195,6 +207,7 @@ COLUMNS = {
     "host": HOST_COLUMNS,
     "launched": LAUNCHED_COLUMNS,
     "first_step": FIRST_STEP_COLUMNS,
+    "layouts": LAYOUT_COLUMNS,
     "growth": GROWTH_COLUMNS,
     "counters": COUNTER_COLUMNS,
 }

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.bench import KINDS, counters, first_step, growth, host, ladder, launched, layer, stages
+from moeblaze_ref.bench import KINDS, counters, first_step, growth, host, ladder, launched, layer, layouts, stages
 from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.core.paths import DOCS
 
@@ -20,6 +20,7 @@ ROWS = {
     "host": host.Row,
     "launched": launched.Row,
     "first_step": first_step.Row,
+    "layouts": layouts.Row,
     "growth": growth.Row,
     "counters": counters.Row,
 }  # of the other kinds: stages.Row
