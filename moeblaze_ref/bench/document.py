@@ -19,8 +19,9 @@ PAGES = (
     README,
     *(
         results.DOCS / f"{name}.md"
-        for name in ("performance", "launch_plans", "layer_tables", "kernel_tables", "optimisation_log", "tiles", "huggingface")
+        for name in ("performance", "launch_plans", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
     ),
+    results.DOCS / "huggingface.md",
 )
 PICTURE = results.DOCS / "images" / "bench.png"
 TRIALS = results.DOCS / "results" / "trials_h200.json"

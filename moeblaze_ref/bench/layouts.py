@@ -30,6 +30,11 @@ class Way:
     activation: str = "swiglu"
     biases: bool = False
 
+    @property
+    def parts(self) -> int:
+        """Tensors that hold the gate and the up-projection."""
+        return 2 if self.layout == SEPARATE else 1
+
 
 WAYS = (Way(SEPARATE), *map(Way, LAYOUTS), Way("interleaved", "clamped_swiglu", biases=True))  # the last is gpt-oss's
 
@@ -71,7 +76,7 @@ class Scene:
 
     def weights(self, way: Way) -> list[Tensor]:
         """Return gate_up, or both its parts, and down as a way stores them, and then the biases."""
-        if way.layout == SEPARATE:
+        if way.parts == 2:
             return [self.w1, self.w2, self.w3]
         (E, d, h), layout, place = self.w1.shape, LAYOUTS[way.layout], {"dtype": self.x.dtype, "device": self.x.device}
         gate_up, down = (torch.empty(shape, **place) for shape in layout.shapes(E, d, h, True))
@@ -82,7 +87,8 @@ class Scene:
     def step(self, way: Way, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the output and the gradients of x, of the routing weights and of each weight."""
         leaves = [weight.detach().requires_grad_() for weight in weights]
-        gate_up, (down, *biases) = (leaves[0], leaves[1:]) if way.layout != SEPARATE else (tuple(leaves[:2]), leaves[2:])
+        up, (down, *biases) = leaves[: way.parts], leaves[way.parts :]
+        gate_up = up[0] if way.parts == 1 else tuple(up)
         of_biases = dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
         routed = self.x, gate_up, down, self.topk_index, self.topk_weights
         out = experts(*routed, activation=way.activation, layout=way.layout, **of_biases)
@@ -125,7 +131,7 @@ def _error(scene: Scene, way: Way, found: Sequence[Tensor]) -> accuracy.Error:
     own = Way(SEPARATE, way.activation)
     expected = scene.step(own, scene.weights(own))
     first, gradients = found[:3], found[3:]
-    return accuracy.worst([*first, *(gradients if way.layout == SEPARATE else _parts(way, *gradients[:2]))], expected)
+    return accuracy.worst([*first, *(gradients if way.parts == 2 else _parts(way, *gradients[:2]))], expected)
 
 
 def _parts(way: Way, gate_up: Tensor, down: Tensor) -> list[Tensor]:
