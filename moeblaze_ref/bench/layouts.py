@@ -78,7 +78,8 @@ class Scene:
         """Return gate_up, or both its parts, and down as a way stores them, and then the biases."""
         if way.parts == 2:
             return [self.w1, self.w2, self.w3]
-        (E, d, h), layout, place = self.w1.shape, LAYOUTS[way.layout], {"dtype": self.x.dtype, "device": self.x.device}
+        (E, d, h), layout = self.w1.shape, LAYOUTS[way.layout]
+        place: dict[str, Any] = {"dtype": self.x.dtype, "device": self.x.device}
         gate_up, down = (torch.empty(shape, **place) for shape in layout.shapes(E, d, h, True))
         for part, weight in zip(_parts(way, gate_up, down), (self.w1, self.w2, self.w3), strict=True):
             part.copy_(weight)
@@ -88,10 +89,10 @@ class Scene:
         """Return the output and the gradients of x, of the routing weights and of each weight."""
         leaves = [weight.detach().requires_grad_() for weight in weights]
         up, (down, *biases) = leaves[: way.parts], leaves[way.parts :]
-        gate_up = up[0] if way.parts == 1 else tuple(up)
-        of_biases = dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
+        gate_up = up[0] if way.parts == 1 else (up[0], up[1])
+        up_bias, down_bias = biases or (None, None)
         routed = self.x, gate_up, down, self.topk_index, self.topk_weights
-        out = experts(*routed, activation=way.activation, layout=way.layout, **of_biases)
+        out = experts(*routed, activation=way.activation, layout=way.layout, gate_up_bias=up_bias, down_bias=down_bias)
         return [out.detach(), *torch.autograd.grad(out, [self.x, self.topk_weights, *leaves], self.d_out)]
 
 
