@@ -17,7 +17,7 @@ KEYS = ("rows", "gpus", "steps", "token_s", "bandwidth", "exchange_s", "rest_s",
 HOST_KEYS = ("rows", "preset", "device", "versions", "commit")
 RESULTS = DOCS / "results"
 HOST = {"host": RESULTS / "ep_host_h200.json", "host_before": RESULTS / "ep_host_before_h200.json"}
-MAPS = {"gptoss_x2_copies": RESULTS / "ep_h200x2_gptoss_copies.json"} | {
+MAPS = {f"{model}_x2_copies": RESULTS / f"ep_h200x2_{model}_copies.json" for model in ("gptoss", "mixtral")} | {
     f"{model}_x{gpus}": RESULTS / f"ep_h200x{gpus}_{model}.json" for gpus in (2, 4) for model in ("gptoss", "mixtral")
 }
 RECORDS = HOST | MAPS

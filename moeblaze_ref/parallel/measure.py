@@ -138,7 +138,9 @@ def even_costs(d: int, h: int, k: int, E: int, tokens: int, repetitions: int, ra
     chosen = torch.arange(tokens * k, dtype=torch.int32, device=device).reshape(tokens, k) % E
     topk = chosen.expand(EVEN_LAYERS, -1, -1).contiguous()
     model = Model(placement, d, h, k, ranks, dtype)
-    whole, parts = model.times(torch.randn(tokens, d, device=device, dtype=dtype), [topk] * repetitions)
+    x = torch.randn(tokens, d, device=device, dtype=dtype)
+    for _ in range(2):  # the first seconds of a process are slower, and do not count
+        whole, parts = model.times(x, [topk] * repetitions)
     there, experts, back = np.median(parts.max(axis=0), axis=(0, 1)) / 1e3
     layer = np.median(whole.max(axis=0)) / 1e3 / EVEN_LAYERS
     window = topk.transpose(0, 1).repeat(ranks.size, 1, 1).cpu().numpy()  # of all ranks' tokens
