@@ -21,7 +21,6 @@ PAGES = (
         results.DOCS / f"{name}.md"
         for name in ("performance", "launch_plans", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
     ),
-    results.DOCS / "huggingface.md",
 )
 PICTURE = results.DOCS / "images" / "bench.png"
 TRIALS = results.DOCS / "results" / "trials_h200.json"

@@ -41,6 +41,10 @@ KINDS = {
         "models cut to two layers, with each implementation of their experts",
         "[inside Hugging Face](huggingface.md#what-it-costs-on-a-gpu)",
     ),
+    "layouts": (
+        "experts without a router, by how their weights lie",
+        "[layouts of the weights](layer_tables.md#layouts-of-the-weights)",
+    ),
     "layers": ("verdicts of every layer that a CPU can check", "[check a layer](check_a_layer.md#what-is-compared)"),
     "league": ("layers of several projects, checked and timed", "[the league](league.md#results)"),
     "cupy": ("what a kernel launched by hand prints", "[launch a kernel by hand](cupy_by_hand.md#the-launch)"),
