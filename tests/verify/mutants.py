@@ -94,6 +94,46 @@ class SoftmaxOfAll(PlainMoE):  # where that of the chosen is wanted
         return index, values
 
 
+class SoftmaxOfGates(PlainMoE):
+    def route(self, x):
+        index, gates = super().route(x)
+        return index, torch.softmax(gates / self.router.scale, -1) * self.router.scale
+
+
+class SoftmaxOfProbabilities(PlainMoE):
+    """Its router returns probabilities, which are taken for logits."""
+
+    def logits(self, x):
+        return torch.softmax(super().logits(x), -1)
+
+
+class SoftmaxOfGiven(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x, topk_index, torch.softmax(topk_weights, -1))
+
+
+class DivisorDetached(PlainMoE):
+    def scores(self, x):
+        return torch.softmax(self.logits(x), -1)
+
+    def route(self, x):
+        index, _ = super().route(x)
+        gates = self.scores(x).gather(1, index)
+        total = gates.sum(-1, keepdim=True).detach() + self.router.epsilon
+        return index, gates / total * self.router.scale
+
+
+class DivisorOfSigmoidsDetached(DivisorDetached):
+    def scores(self, x):
+        return torch.sigmoid(self.logits(x))
+
+
+class DivisorOfExponentialsDetached(DivisorDetached):
+    def scores(self, x):
+        logits = self.logits(x)
+        return torch.exp(logits - logits.detach().amax(-1, keepdim=True))
+
+
 class RenormalizedGiven(PlainExperts):
     def forward(self, x, topk_index, topk_weights):
         return super().forward(x, topk_index, topk_weights / topk_weights.sum(1, keepdim=True))
@@ -496,6 +536,22 @@ MUTANTS = {
     "softmax of all for that of the chosen": Mutant(moe(SoftmaxOfAll, family="gpt_oss"), "gates not renormalized"),
     "softmax after the choice": Mutant(moe(SoftmaxOfChosen, family="olmoe"), "gates renormalized"),
     "given gates renormalized": Mutant(experts(RenormalizedGiven), "gates renormalized"),
+    "softmax of the gates": Mutant(moe(SoftmaxOfGates), "softmax taken twice"),
+    "softmax of scaled gates": Mutant(moe(SoftmaxOfGates, family="deepseek_v2"), "softmax taken twice"),
+    "softmax of probabilities": Mutant(moe(SoftmaxOfProbabilities), "softmax taken twice"),
+    "softmax of probabilities, no sum": Mutant(moe(SoftmaxOfProbabilities, family="olmoe"), "softmax taken twice"),
+    "softmax of chosen probabilities": Mutant(moe(SoftmaxOfProbabilities, family="gpt_oss"), "softmax taken twice"),
+    "softmax of given gates": Mutant(experts(SoftmaxOfGiven), "softmax taken twice"),
+    "detached divisor": Mutant(moe(DivisorDetached), "divisor of the gates without gradient"),
+    "detached divisor of probabilities": Mutant(
+        moe(DivisorDetached, family="gpt_oss"), "divisor of the gates without gradient"
+    ),
+    "detached divisor of sigmoids": Mutant(
+        moe(DivisorOfSigmoidsDetached, family="deepseek_v3"), "divisor of the gates without gradient"
+    ),
+    "detached divisor of exponentials": Mutant(
+        moe(DivisorOfExponentialsDetached, family="gpt_oss"), "divisor of the gates without gradient"
+    ),
     "detached gates": Mutant(moe(Detached), "gates without gradient"),
     "given gates detached": Mutant(experts(DetachedGiven), "gates without gradient"),
     "weight on the input": Mutant(experts(WeighedInput), "gate on the wrong side"),

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import returned
-from mutants import MUTANTS, Contiguous, Destroying, GatedShared, gated_shared
+from mutants import MUTANTS, Contiguous, Destroying, DivisorDetached, GatedShared, gated_shared
 from torch.nn.functional import gelu
 
 from moeblaze_ref.core.config import is_gated
@@ -122,6 +122,12 @@ def test_a_gate_of_a_shared_expert_whose_gradient_nearly_cancels():
     (pattern,) = (one for one in cases.patterns_for(adapter) if one.name == "one token")
     (finding,) = returned(_Check(factory, adapter, torch.float32, "cpu")._run("a step", ways.plain, pattern, 117, []))
     assert finding.ok, str(finding)
+
+
+def test_a_divisor_that_no_layer_needs_is_another_bug_than_its_gradient():
+    """A router that must not divide: its gates are wrong, too, so that no class explains its gradients."""
+    verdict = verdict_on(partial(plain.moe, kind=DivisorDetached, family="olmoe"))
+    assert verdict.first.wrong[0].tensor == "out" and verdict.bug_class == UNKNOWN
 
 
 class TwoBugs(Contiguous, Destroying):

@@ -242,10 +242,22 @@ CLASSES = (
         predictions.renormalized,
     ),
     BugClass(
+        "softmax taken twice",
+        "It takes a softmax of gates or probabilities that a softmax has made.",
+        "1bit-MONSTER/1bit-MONSTER#2090",
+        predictions.softmax_twice,
+    ),
+    BugClass(
         "gates without gradient",
         "No gradient reaches the router through the gates.",
         "TIML-Group/Robust-MoE-Dual-Model#2",
         predictions.detached,
+    ),
+    BugClass(
+        "divisor of the gates without gradient",
+        "It divides the gates by their sum, and no gradient flows through the sum.",
+        "",
+        predictions.divisor_detached,
     ),
     BugClass(
         "gate on the wrong side",

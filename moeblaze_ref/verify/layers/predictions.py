@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.core.routers import Router
+from moeblaze_ref.nn.routers import Routing
 from moeblaze_ref.verify.layers import reference
 from moeblaze_ref.verify.layers.activations import ClampedSwiglu
 from moeblaze_ref.verify.layers.layouts import Weights
@@ -124,6 +125,37 @@ def _divided_by_their_sum(inputs: Weights) -> Tensor:
     return inputs["topk_weights"] / inputs["topk_weights"].sum(1, keepdim=True)
 
 
+def softmax_twice(spec: Spec, case: Case) -> Iterator[Results]:
+    """A softmax is taken of what a softmax has made: of all probabilities, of the chosen ones, or of the gates.
+
+    Where the gates are divided by their sum, the first two are the same.
+    """
+    router = spec.router
+    if router is None:
+        yield _with_gates(spec, case, _softmax)
+    elif router.scores != "sigmoid":
+        yield _with_unscaled(spec, case, lambda routing: _softmax(_chosen(routing, routing.probs)))
+        if _sum_to_one(router):
+            yield _with_unscaled(spec, case, lambda routing: _softmax(routing.gates / router.scale))
+        else:
+            yield _with_unscaled(spec, case, lambda routing: _chosen(routing, _softmax(routing.probs)))
+
+
+def _sum_to_one(router: Router) -> bool:
+    """Whether the gates of a token sum to one, but for a factor: a softmax of the chosen logits does that too."""
+    return router.renormalize or router.scores == "softmax_of_chosen"
+
+
+def _softmax(values: Tensor) -> Tensor:
+    """The softmax of each row."""
+    return torch.softmax(values, 1)
+
+
+def _chosen(routing: Routing, values: Tensor) -> Tensor:
+    """The values (L, k) of the chosen experts, of those (L, E) of all."""
+    return values.gather(1, routing.topk_experts)
+
+
 def wrong_scale(spec: Spec, case: Case) -> Iterator[Results]:
     """The factor of the gates is missing, or there twice."""
     if spec.router is not None and spec.router.scale != 1.0:
@@ -179,9 +211,43 @@ def _with_gates(spec: Spec, case: Case, change: Callable[[Tensor], Tensor]) -> R
     return reference.differentiated(case, forward)
 
 
+def _with_unscaled(spec: Spec, case: Case, gates: Callable[[Routing], Tensor]) -> Results:
+    """The results with gates (L, k) that a function makes of the right routing, and the router's factor scales."""
+    assert spec.router is not None
+    scale = spec.router.scale
+
+    def forward(inputs: Weights) -> Tensor:
+        routing = reference.route(spec, inputs, case.topk_index)
+        return reference.with_gates(spec, inputs, case.topk_index, gates(routing) * scale)
+
+    return reference.differentiated(case, forward)
+
+
 def detached(spec: Spec, case: Case) -> Iterator[Results]:
     """No gradient goes through the gates."""
     yield _with_gates(spec, case, Tensor.detach)
+
+
+def divisor_detached(spec: Spec, case: Case) -> Iterator[Results]:
+    """No gradient goes through the sum that the gates are divided by: the sum of chosen scores.
+
+    Probabilities and exponentials of the logits give the same gates, and another gradient each.
+    """
+    router = spec.router
+    if router is not None and _sum_to_one(router):
+        for scores in (torch.sigmoid,) if router.scores == "sigmoid" else (_softmax, _exponentials):
+            yield _with_unscaled(spec, case, partial(_divided, scores=scores, epsilon=router.epsilon))
+
+
+def _divided(routing: Routing, scores: Callable[[Tensor], Tensor], epsilon: float) -> Tensor:
+    """The scores (L, k) of the chosen experts over their sum, through which no gradient goes."""
+    chosen = _chosen(routing, scores(routing.logits))
+    return chosen / (chosen.sum(1, keepdim=True).detach() + epsilon)
+
+
+def _exponentials(logits: Tensor) -> Tensor:
+    """The exponentials of logits (L, E), of which the largest of a row is one."""
+    return torch.exp(logits - logits.detach().amax(1, keepdim=True))
 
 
 def other_gates(spec: Spec, case: Case) -> Iterator[Results]:
