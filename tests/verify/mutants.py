@@ -64,6 +64,42 @@ class RoundedGradient(PlainExperts):
         return F.linear(self.activation(a, b), Rounded.apply(self.down[e])) * gate.to(a.dtype)
 
 
+class _SummedInFewBits(torch.autograd.Function):
+    """A product whose gradient of the weight is summed row by row in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(rows, weight)
+        return rows @ weight.mT
+
+    @staticmethod
+    def backward(ctx, d_y):
+        rows, weight = ctx.saved_tensors
+        total = torch.zeros_like(weight, dtype=torch.bfloat16)
+        for d_row, row in zip(d_y, rows, strict=True):
+            total += d_row[:, None] * row
+        return d_y @ weight, total.to(weight.dtype)
+
+
+class SummedInFewBits(PlainExperts):
+    def expert(self, e, rows, gate):
+        gate_up = _SummedInFewBits.apply(rows, self.gate_up[e])
+        y = _SummedInFewBits.apply(self.activation(*gate_up.chunk(2, -1)), self.down[e])
+        return y * gate.to(y.dtype)
+
+
+class AddedInFewBits(PlainExperts):
+    """Its hook rounds the gradient that has been added up."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+
+        def rounds(weight):
+            weight.grad = weight.grad.bfloat16().to(weight.dtype)
+
+        self.down.register_post_accumulate_grad_hook(rounds)
+
+
 class Interleaved(PlainExperts):
     def up(self, e, rows):
         both = torch.cat(super().up(e, rows), -1)
@@ -587,6 +623,9 @@ MUTANTS = {
     "zero by zero": Mutant(experts(MeanOfRows), "NaN from experts without tokens"),
     "few bits": Mutant(experts(FewBits), "too few bits"),
     "few bits of a gradient": Mutant(moe(experts_kind=RoundedGradient), "too few bits"),
+    "few bits of a sum": Mutant(experts(SummedInFewBits), "too few bits"),
+    "few bits of a sum, router inside": Mutant(moe(experts_kind=SummedInFewBits), "too few bits"),
+    "few bits of gradients that add up": Mutant(experts(AddedInFewBits), "too few bits"),
     "cached dispatch": Mutant(experts(CachedDispatch), "state of an earlier step"),
     "one buffer": Mutant(experts(OneBuffer), "sizes of an earlier step"),
     "shared buffer": Mutant(experts(SharedBuffer), "state shared between steps"),

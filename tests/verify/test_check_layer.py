@@ -590,14 +590,43 @@ class Noisy(plain.PlainExperts):
         return out * (1 + 1e-3 * torch.randn_like(out))
 
 
-SMALL = [returns(lambda out: 1.01 * out), returns(lambda out: 1.001 * out), Noisy]
+def changes_gradient(change):
+    """Experts whose gradient of down is changed by a function, as that of a sum of many rows may be by rounding."""
+
+    class Changed(plain.PlainExperts):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.down.register_hook(change)
+
+    return Changed
 
 
-@pytest.mark.parametrize("kind", SMALL, ids=["1.01", "1.001", "noise"])
+SMALL = {
+    "1.01": returns(lambda out: 1.01 * out),
+    "1.001": returns(lambda out: 1.001 * out),
+    "noise": Noisy,
+    "1.01 in a gradient": changes_gradient(lambda gradient: 1.01 * gradient),
+    "noise in a gradient": changes_gradient(lambda gradient: gradient * (1 + 1e-3 * torch.randn_like(gradient))),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL.values(), ids=SMALL)
 def test_a_small_error_is_not_taken_for_rounding(kind):
     torch.manual_seed(0)
     verdict = verdict_on(experts_of(kind))
     assert verdict.bug_class == UNKNOWN and verdict.units < 2e3
+
+
+@pytest.mark.parametrize("error", [0.03, 0.2])
+def test_a_larger_error_is_that_of_rounding_only_in_a_sum_of_many_rows(error):
+    """A row is rounded once; the sum over 600 tokens 600 times."""
+    made = evidence_of(FACTORIES["torch/experts"], next(p for p in cases.PATTERNS if p.sizes.L == 600), torch.float32)
+    largest = {
+        name: diagnosis._most_of_rounding(made, deviations.Deviation(name, None, error, 1e-5)) for name in made.found
+    }
+    assert {name for name, most in largest.items() if error < most} == (
+        {"gate", "up", "down"} if error < 0.1 else set()
+    )
 
 
 def refuse(tensor):

@@ -331,4 +331,5 @@ def _compared(layer: CheckedLayer, all_found: Iterable[Found], spec: Spec) -> It
     for found in all_found:
         dtype = found.dtype or layer.dtype
         right = wanted(spec, found.case, dtype, layer.gate_dtype)
-        yield _Compared(found.how, Evidence(spec, found.case, found.results, right, dtype, layer.step))
+        evidence = Evidence(spec, found.case, found.results, right, dtype, found.rerun or layer.step)
+        yield _Compared(found.how, evidence)

@@ -6,6 +6,7 @@ keeps something of the first. The others are signs in what is wrong.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
@@ -133,7 +134,8 @@ def _has_one_choice_each(evidence: Evidence) -> bool:
     return evidence.fits(evidence.wanted.exact | {"out": choices.gather(1, nearest)[:, 0]})
 
 
-FEW_BITS_ERROR = 2e-2
+FEW_BITS_ERROR = 2e-2  # the largest, but for weight gradients that sum many tokens
+NARROWEST = 2.0**-8  # relative: the most by which bfloat16 rounds a number
 ALIKE, UNLIKE = 0.9, 0.5  # cosines
 NOTHING = 1e-10  # a tensor in float64 whose norm is no larger is zero, but for rounding
 
@@ -145,12 +147,25 @@ def few_bits(evidence: Sequence[Evidence]) -> bool:
     formula has nearly the same errors there; noise has others in a second run.
     """
     wrong = [one for one in evidence if one.wrong]
-    if not wrong or any(deviation.error >= FEW_BITS_ERROR for one in wrong for deviation in one.wrong):
+    if not wrong or any(
+        deviation.error >= _most_of_rounding(one, deviation) for one in wrong for deviation in one.wrong
+    ):
         return False
     try:
         return all(one.dtype == torch.float32 for one in wrong) and _change_as_rounding(wrong)
     except LayerFault:  # in another step
         return False
+
+
+def _most_of_rounding(evidence: Evidence, deviation: Deviation) -> float:
+    """The largest error that rounding may have.
+
+    A sum in few bits rounds once for each row, so its error grows as the square root of their number. A weight gradient
+    has at most one row for each token, unless a token chooses an expert twice.
+    """
+    of_a_token = deviation.tensor in PARTS and PARTS[deviation.tensor][0] == "token"
+    rows = 1 if of_a_token else evidence.case.sizes.L
+    return max(FEW_BITS_ERROR, NARROWEST * math.sqrt(rows))
 
 
 def _change_as_rounding(wrong: Sequence[Evidence]) -> bool:
@@ -164,11 +179,11 @@ def _change_as_rounding(wrong: Sequence[Evidence]) -> bool:
 
 
 def _error(exact: Results, found: Results) -> Tensor:
-    """The errors of all tensors in units of their sizes: (n,). Those of a tensor that is zero count as none."""
-    sizes = {name: tensor.norm() for name, tensor in exact.items()}
+    """The errors of what was found, in units of their sizes: (n,). Those of a tensor that is zero count as none."""
+    sizes = {name: exact[name].norm() for name in found}
     parts = [
-        (found[name] - tensor) / sizes[name] if sizes[name] > NOTHING else torch.zeros_like(tensor)
-        for name, tensor in exact.items()
+        (tensor - exact[name]) / sizes[name] if sizes[name] > NOTHING else torch.zeros_like(tensor)
+        for name, tensor in found.items()
     ]
     return torch.cat([part.flatten() for part in parts])
 
@@ -195,6 +210,7 @@ def _has_idle_experts(case: Case) -> bool:
 # ---- the classes ---------------------------------------------------------------------------
 
 STALE, STATE = "stale gradient of an expert without tokens", "state of an earlier step"
+FEW_BITS, ADDING_UP = "too few bits", "gradients do not add up"
 SWAPPED, MISREAD = "gate and up exchanged", "gate and up columns misread"
 ACTIVATION, ROUTER = "its activation may not be the layer's", "its router may not be the layer's"
 #: of classes that a right layer with a wrong adapter looks like: what may be wrong in the adapter
@@ -369,7 +385,7 @@ CLASSES = (
         "meta-pytorch/MSLK#158",
         sign=not_finite,
     ),
-    BugClass("too few bits", "It rounds to fewer bits than its dtype has.", "vllm-project/vllm#15045", sign=few_bits),
+    BugClass(FEW_BITS, "It rounds to fewer bits than its dtype has.", "vllm-project/vllm#15045", sign=few_bits),
     BugClass(
         STATE,
         "It keeps something of a step and uses it in a later one of the same shape.",
@@ -410,7 +426,7 @@ CLASSES = (
         ways=frozenset({"a second backward"}),
     ),
     BugClass(
-        "gradients do not add up",
+        ADDING_UP,
         "It overwrites gradients that are there.",
         "NVIDIA/TransformerEngine#2769",
         ways=frozenset({"gradients that add up"}),
@@ -507,7 +523,9 @@ def of_ways(failed: set[str], raised: set[str], evidence: Sequence[Evidence]) ->
         Of all ways.
     """
     names = _bugs(failed, raised) or _bugs(failed - raised, set())
-    return [STALE] if names == [STATE] and stale_gradient(evidence) else names
+    if names == [STATE] and stale_gradient(evidence):
+        return [STALE]
+    return [FEW_BITS] if names == [ADDING_UP] and few_bits(evidence) else names
 
 
 def _bugs(failed: set[str], raised: set[str]) -> list[str]:

@@ -27,6 +27,7 @@ class Found(NamedTuple):
     results: Results
     how: str = ""  #: what of the way this is
     dtype: torch.dtype | None = None  #: in which it was computed, if not in the layer's
+    rerun: Callable[[Case], Results] | None = None  #: runs it with other numbers, if that is no plain step
 
 
 AUTOCAST, COMPILE, GRAPH = "autocast", "torch.compile", "a replayed CUDA graph"
@@ -82,7 +83,12 @@ def two_backwards(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[
 
 def accumulated(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
     """Two steps whose gradients add up in ``.grad``; half of the sum."""
-    case = _make(layer, pattern, seed)
+    case, run = _make(layer, pattern, seed), partial(_half_of_two, layer)
+    yield Found(case, run(case), rerun=run)
+
+
+def _half_of_two(layer: CheckedLayer, case: Case) -> Results:
+    """Half of what two steps leave in ``.grad``."""
     inputs = layer.load(case)
     wanted = layer.wanted(inputs)
     for tensor in wanted.values():
@@ -94,7 +100,7 @@ def accumulated(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Fo
     found = layer.by_role({name: tensor.grad for name, tensor in wanted.items()}, inputs)
     for tensor in wanted.values():
         tensor.grad = None
-    yield Found(case, {name: total / 2 for name, total in found.items()})
+    return {name: total / 2 for name, total in found.items()}
 
 
 def recomputed(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
