@@ -212,7 +212,7 @@ def _failed(name: str, problem: str) -> Row:
 
 
 def show(rows: list[Row]) -> None:
-    """Print a table of the verdicts, then what is wrong."""
+    """Print a table of the verdicts, then what is wrong, then bytes and times."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("layer", "dtype", "verdict", "largest error / bound", "same bits", "CUDA graph"):
         table.add_column(heading, justify="right" if "/" in heading else "left", no_wrap=heading == "layer")
@@ -221,18 +221,23 @@ def show(rows: list[Row]) -> None:
         same = "" if row.deterministic is None else ("yes" if row.deterministic else "no")
         table.add_row(row.layer, row.dtype or "", _verdict(row), error, same, "yes" if row.graphs else "")
     stdout().print(table)
+    for row in rows:
+        _show_reason(row)
     if measured := [row for row in rows if row.kept_bytes is not None]:
         stdout().print(_bytes_table(measured))
     if timed := [row for row in rows if row.step_ms is not None]:
         stdout().print(_times_table(timed))
-    for row in rows:
-        if row.not_supported:
-            print_text(f"{row.layer}, {row.dtype}: not supported: {', '.join(row.not_supported)}")
-        if row.dtype is None:
-            print_error(f"{row.layer}: {row.first_problem}")
-        elif not row.right:
-            first = "the first wrong case: " if row.bug_class else ""
-            print_text(f"{row.layer}, {row.dtype}: {first}{row.first_problem}")
+
+
+def _show_reason(row: Row) -> None:
+    """Print why a layer is wrong or has no verdict, and which ways of running it the layer refuses."""
+    if row.dtype is None:
+        print_error(f"{row.layer}: {row.first_problem}")
+    elif not row.right:
+        first = "the first wrong case: " if row.bug_class else ""
+        print_text(f"{row.layer}, {row.dtype}: {first}{row.first_problem}")
+    if row.not_supported:
+        print_text(f"{row.layer}, {row.dtype}: not supported: {', '.join(row.not_supported)}")
 
 
 def _bytes_table(rows: Iterable[Row]) -> Table:

@@ -85,6 +85,13 @@ def exiting(**sizes):
 def uncompiled(**sizes):
     return replace(plain.experts(**sizes), compiles=False)
 
+class Halved(plain.PlainExperts):
+    def forward(self, *inputs):
+        return super().forward(*inputs) / 2
+
+def halved(**sizes):
+    return replace(plain.experts(**sizes, kind=Halved), compiles=False)
+
 def nothing(**sizes):
     return 3
 """
@@ -173,6 +180,16 @@ def test_the_verdict_says_what_a_layer_does_in_place_of_computing(here):
 def test_a_router_that_the_description_forgets_is_no_bug_of_the_layer(here):
     done = moeblaze("check", "--layer", "my_layers:inside")
     assert done.exit_code == 2 and "not checked" in done.output and "has it a router inside?" in done.output
+
+
+def test_the_reason_follows_the_verdict(here):
+    """The bytes of a step come after both; a way that the layer refuses is said with its verdict."""
+    done = moeblaze("check", "--layer", "my_layers:halved", "--dtype", "float32")
+    lines = done.output.splitlines()
+    (verdict,) = (i for i, line in enumerate(lines) if " wrong: class unknown " in line)
+    assert lines[verdict + 1].startswith("my_layers:halved, float32: the first wrong case: a step, random (")
+    assert lines[verdict + 2] == "my_layers:halved, float32: not supported: torch.compile"
+    assert lines[verdict + 3].startswith("bytes of a step, ")
 
 
 def test_a_right_layer_and_its_record(here):
