@@ -113,7 +113,8 @@ def test_each_layer_has_a_process_of_its_own(here):
     assert done.exit_code == 1 and [*rows] == names
     assert rows["right"]["right"] and rows["right"]["bug_class"] == "" and 0 < rows["right"]["largest_error"] < 1
     assert not rows["swapped"]["right"] and rows["swapped"]["bug_class"] == "gate and up exchanged"
-    assert "a step, random: the output, token 0: error" in rows["swapped"]["first_problem"]
+    said = "a step, random (one forward and one backward of 61 tokens, 7 experts, 2 for each token, d = 24, h = 40): "
+    assert f"{said}the output, token 0: error" in rows["swapped"]["first_problem"]
     problems = {
         "crashing": "its process ended, killed by SIGABRT, in: the start",
         "forking": "its process ended, killed by SIGABRT, in: the start",
@@ -174,7 +175,9 @@ def test_options_of_a_kernel_or_a_layer_want_one():
 def test_the_verdict_says_what_a_layer_does_in_place_of_computing(here):
     done = moeblaze("check", "--layer", "my_layers:raising", "--dtype", "bfloat16")
     assert done.exit_code == 1 and "wrong: raises OSError" in done.output
-    assert "my_layers:raising, bfloat16: the first wrong case: a step, one token: OSError: no file" in done.output
+    said = "one forward and one backward of 1 token, 4 experts, 2 for each token, d = 16, h = 24"
+    reason = f"my_layers:raising, bfloat16: the first wrong case: a step, one token ({said}): OSError: no file"
+    assert reason in done.output
 
 
 def test_a_router_that_the_description_forgets_is_no_bug_of_the_layer(here):

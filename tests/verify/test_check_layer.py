@@ -204,6 +204,20 @@ class OneToken(plain.PlainExperts):
         return out * scale
 
 
+def test_a_verdict_says_what_the_wrong_step_was():
+    """Also one that raised an error; of another way of running the names are enough."""
+    wrong = str(verdict_on(experts_of(OneToken)).first)
+    step = "one forward and one backward of 61 tokens, 7 experts, 2 for each token, d = 24, h = 40"
+    assert wrong.startswith(f"a step, random ({step}): the output, token 5: error ")
+    raised = str(verdict_on(experts_of(Raising)).first)
+    step = "one forward and one backward of 1 token, 4 experts, 2 for each token, d = 16, h = 24"
+    assert raised.startswith(f"a step, one token ({step}): RuntimeError: cannot squeeze (")
+    way = str(findings_on(Contiguous, "random", ways.STRIDED)[0])
+    assert way.startswith("a strided x, random (61 tokens, 7 experts, 2 for each token, d = 24, h = 40): the output, ")
+    (unknown,) = findings_on(Raising, "one token", ways.SIZES)
+    assert str(unknown).startswith("other sizes, one token: RuntimeError: cannot squeeze (")
+
+
 def test_the_first_wrong_token_is_named():
     verdict = verdict_on(lambda **sizes: plain.experts(kind=OneToken, **sizes))
     first = verdict.first.wrong[0]

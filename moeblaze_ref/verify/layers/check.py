@@ -39,6 +39,7 @@ class Finding(NamedTuple):
     wrong: tuple[Deviation, ...]
     raised: str  #: the error that the layer raised, or what it did that no layer may; or nothing
     fault: str = ""  #: the same in a few words, such as "raises RuntimeError"
+    sizes: Sizes | None = None  #: of the step that was compared; None if it is not known which step went wrong
 
     @property
     def ok(self) -> bool:
@@ -46,11 +47,20 @@ class Finding(NamedTuple):
         return not self.wrong and not self.raised
 
     def __str__(self) -> str:
-        return f"{self._where}: {self.raised or '; '.join(map(str, self.wrong)) or 'right'}"
+        return f"{self._where}{self._ran}: {self.raised or '; '.join(map(str, self.wrong)) or 'right'}"
 
     @property
     def _where(self) -> str:
         return f"{self.way}{f' ({self.how})' if self.how else ''}, {self.case}"
+
+    @property
+    def _ran(self) -> str:
+        """What ran, for a reader who does not know the names of ways and cases; nothing if that is not known."""
+        if self.sizes is None:
+            return ""
+        L, d, h, E, k = self.sizes
+        tokens = f"{L} token{'s' * (L != 1)}, {E} experts, {k} for each token, d = {d}, h = {h}"
+        return f" ({'one forward and one backward of ' * (self.way == PLAIN)}{tokens})"
 
     @property
     def first(self) -> str:
@@ -248,9 +258,10 @@ class _Check(NamedTuple):
             layer = CheckedLayer.make(self.factory, pattern.sizes, self.dtype, self.device)
             for one in _compared(layer, way(layer, pattern, seed), cases.spec_of(layer.adapter, pattern.sizes.k)):
                 evidence.append(one.evidence)
-                found.append(Finding(name, pattern.name, one.how, one.evidence.units, tuple(one.evidence.wrong), ""))
+                found.append(_finding(name, one))
         except LayerFault as fault:
-            found.append(Finding(name, pattern.name, "", math.inf, (), str(fault), fault.kind))
+            sizes = pattern.sizes if name == PLAIN else None
+            found.append(Finding(name, pattern.name, "", math.inf, (), str(fault), fault.kind, sizes))
         return found
 
     def _large_steps(self) -> Begun:
@@ -324,6 +335,12 @@ def evidence_of(factory: Factory, pattern: Pattern, dtype: torch.dtype) -> Evide
 class _Compared(NamedTuple):
     how: str
     evidence: Evidence
+
+
+def _finding(way: str, compared: _Compared) -> Finding:
+    """Return what a comparison found."""
+    one = compared.evidence
+    return Finding(way, one.case.name, compared.how, one.units, tuple(one.wrong), "", sizes=one.case.sizes)
 
 
 def _compared(layer: CheckedLayer, all_found: Iterable[Found], spec: Spec) -> Iterator[_Compared]:
