@@ -21,15 +21,15 @@ BEFORE = "Performance <performance>\n"  # in the index, what the page stands beh
 HEAD = f"""# How the cost of a step grows
 
 The curves show one training step of a layer, forward and backward: bf16, SwiGLU, policy `minimal`. Along each curve one
-size changes, and the others stay. `moeblaze bench growth` measures them, and `make docs` writes this page.
+size changes, and the others stay fixed. `moeblaze bench growth` measures them, and `make docs` writes this page.
 
-- **Ours** and **torch.compile** are steps as launched. The baseline is `{COMPILED}`, the strongest in plain torch.
-  [Performance](performance.md) describes both. torch.compile compiles for each shape anew, so it has fewer points.
-- **As a CUDA graph** is the same step replayed without the host. Large layers have no such time.
+- **Ours** and **torch.compile** are steps as launched. The baseline is `{COMPILED}`, the strongest in plain
+  torch. [Performance](performance.md) describes both. torch.compile recompiles for each shape, so it has fewer points.
+- **As a CUDA graph** is the same step replayed without the host. We did not time large layers this way.
 - **Roofline** is the least time that the hardware allows, at the rates of the same run. The weights of experts without
   tokens need not be read, but their gradients are written.
-- **Skew** is the exponent of Zipf's law: the expert of rank n is popular in proportion to 1 / n to that power. At 0 all
-  experts are alike.
+- **Skew** is the exponent of Zipf's law: the popularity of the expert of rank n is proportional to 1 / n to that power.
+  At 0 all experts are equally popular.
 - At each point the systems run interleaved, and the table has the median. Where a record has several runs, the run in
   which ours took longest counts.
 """
