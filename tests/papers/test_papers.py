@@ -847,7 +847,7 @@ def test_the_share_is_of_the_last_dispatch_and_the_fastest_step(record):
             {"preset": name, "kernel": kernel, "ms": of} for name in PAPER_PRESETS for kernel, of in kernels
         ])  # fmt: skip
     assert {share.percents for share in document.dispatch_shares(recorded).values()} == {(2.0, 20.0)}
-    said = "The dispatch is that of the last run, the step the fastest of all runs:"
+    said = "The dispatch time is from the last run, and the step time is the fastest of all runs:"
     assert said in " ".join(document.PAGE.read_text().split())
 
 
