@@ -30,7 +30,7 @@ size changes, and the others stay fixed. `moeblaze bench growth` measures them, 
   tokens need not be read, but their gradients are written.
 - **Skew** is the exponent of Zipf's law: the popularity of the expert of rank n is proportional to 1 / n to that power.
   At 0 all experts are equally popular.
-- At each point the systems run interleaved, and the table has the median. Where a record has several runs, the run in
+- At each point the systems run interleaved, and the table shows the median. If a record has several runs, the run in
   which ours took longest counts.
 """
 
