@@ -18,7 +18,7 @@ KINDS = {
     "host": "how long a step keeps the host busy, in units of one torch.add; with it launched and first_step",
     "launched": "small layers' steps as launched, with launch plans and without, beside CUDA graphs",
     "first_step": "the first step of a fresh process, with empty and with warm caches on the disk",
-    "layouts": "experts without a router, by how their weights lie, beside the layer's own",
+    "layouts": "experts without a router, by the layout of their weights, beside the layer's own",
     "growth": "a step against L, E, h, k and the skew of its routing, beside torch.compile's and the roofline",
     "counters": "what the hardware counts in each step of the series, and in each product of a training step",
 }

@@ -1,7 +1,7 @@
-"""Time experts whose weights lie as models store them, beside those whose weights lie as the layer's do.
+"""Time experts with their weights as models store them, beside experts with their weights as the layer stores them.
 
-Each is `nn.experts`, the layer without its router, forward and backward, for one routing. All have the same numbers in
-their weights, so one result is expected of all with one activation.
+Each contender runs `nn.experts`, the layer without its router, forward and backward, on the same routing. Their weights
+hold the same numbers, so those with the same activation must have the same results.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ PRESETS = ("conf3", "mixtral", "qwen3")
 
 @dataclass(frozen=True)
 class Way:
-    """How the experts' weights lie, and what else they compute."""
+    """How the experts' weights are stored, and what else they compute."""
 
     layout: str
     activation: str = "swiglu"

@@ -256,9 +256,8 @@ def sanitize(
         jobs = sanitizer.plan()
         if record:
             provenance.check_place(record, "sanitize", force)
-    findings = progress.run_with_bar(
-        "sanitizing", jobs, processes=len(jobs)
-    )  # a tool keeps the GPU idle most of the time
+    # Side by side: each tool keeps the GPU idle most of the time.
+    findings = progress.run_with_bar("sanitizing", jobs, processes=len(jobs))
     for finding in findings:
         shown = finding.report[-1:] if finding.ok else finding.report[:40]
         stdout().print(f"{finding.tool}: {'clean' if finding.ok else 'NOT CLEAN'}", *shown, sep="\n  ", markup=False)

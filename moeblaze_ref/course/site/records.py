@@ -42,7 +42,7 @@ KINDS = {
         "[inside Hugging Face](huggingface.md#what-it-costs-on-a-gpu)",
     ),
     "layouts": (
-        "experts without a router, by how their weights lie",
+        "experts without a router, by the layout of their weights",
         "[layouts of the weights](layer_tables.md#layouts-of-the-weights)",
     ),
     "layers": ("verdicts of every layer that a CPU can check", "[check a layer](check_a_layer.md#what-is-compared)"),
