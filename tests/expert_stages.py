@@ -193,7 +193,11 @@ def header_symbols(version, case, tile=None):
         rows, columns = tile.rows, tile.columns
         symbols |= tile.symbols(s, d, h, G)
     return symbols | {
-        **{"tiles": int((-(-lengths // rows)).sum()), "terms": h if version == "1_naive" else -(-h // columns)},
+        **{
+            "tiles": int((-(-lengths // rows)).sum()),
+            "terms": h if version == "1_naive" else -(-h // columns),
+            "more": 0,
+        },
         **{"X": int((lengths > 0).sum()), "boxes": rows_in_boxes(offsets, rows)},
     }
 

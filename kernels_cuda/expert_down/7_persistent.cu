@@ -72,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
                 }
             };
         },
-        HiddenGradients<false>{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, h_pitch, h_pitch, shared.ahead});
+        HiddenGradients<false>{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, h_pitch, h_pitch, shared.ahead,
+                               NoSums()});
 }
 
 // Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered. Made transposed: the gathered

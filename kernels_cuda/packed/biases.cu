@@ -1,29 +1,32 @@
 // packed, shared by all versions: biases of the experts.
 //
 // Purpose      What a bias of the down-projection adds to the output and to the gates' gradients, and the gradients of
-//              both biases. The bias of the up-projection is added by expert_up.
+//              both biases. The bias of the up-projection is added by expert_up. In version 7 d_hidden adds up the
+//              rows of each tile for its gradient, of which d_up_bias_of_tiles adds up the tiles.
 // Source       gpt-oss in transformers 5.23; the gates' gradients as in SonicMoE (arXiv 2512.14080).
 // Idea         An expert's output y + bias is never stored. The sum of a token's rows gathers the rows of the bias as
 //              it gathers those of y, and <d_out, y + bias> is <d_out, y>, which d_hidden finds, and <d_out, bias>.
+//              That comes with the gradient of the bias, which reads d_out once more.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    Scalar storage type of s bytes; THREADS per block (whole warps); PACK neighbouring columns that a lane
 //              moves at once, which divides every width, pitch and first.
 // Determinism  Same input, same bits. combine_biased adds a token's rows of y slot by slot, then their biases slot by
-//              slot. d_up_bias and d_down_bias: warp w adds rows w, w + W, ... of an expert one by one, then the warps'
+//              slot. Gradients: warp w adds rows w, w + W, ... of an expert, or its tiles, one by one, then the warps'
 //              sums are added one by one; W is THREADS / 32. An expert without rows has a gradient of 0.
 //
-// kernel          grid                          block    shared bytes
-//                 bytes read                                     bytes written
-// combine_biased  ceil(32 L / THREADS)          THREADS  0
-//                 12 R + 2 s R d                                 s L d
-// add_to_d_gates  ceil(32 R / THREADS)          THREADS  0
-//                 132 R + 2 s R d                                4 R
-// d_up_bias       ceil(n / (32 PACK)), E        THREADS  4 THREADS PACK
-//                 8 THREADS blocks + s R n                       s E n
-// d_down_bias     ceil(d / (32 PACK)), E        THREADS  4 THREADS PACK
-//                 8 THREADS blocks + 8 R ceil(d / PACK) + s R d  s E d
+// kernel              grid                   block    shared bytes
+//                     bytes read                                       bytes written
+// combine_biased      ceil(32 L / THREADS)   THREADS  0
+//                     12 R + 2 s R d                                   s L d
+// d_up_bias           E ceil(n / (32 PACK))  THREADS  4 THREADS PACK
+//                     8 THREADS blocks + s R n                         s E n
+// d_up_bias_of_tiles  E ceil(n / (32 PACK))  THREADS  4 THREADS PACK
+//                     8 THREADS blocks + 4 tiles n                     s E n
+// d_down_bias         E ceil(d / (32 PACK))  THREADS  4 THREADS PACK
+//                     8 THREADS blocks + 8 R D + s R d + s W E d       s E d + 4 R D
 // In combine_biased d columns of y are those of out and bias from first on; a row of both has pitch. n is the width of
-// the bias of the up-projection. blocks is the whole grid. Bound: memory.
+// the bias of the up-projection; tiles is the sum over the experts of ceil(rows / tile_rows). W = THREADS / 32, D =
+// ceil(d / (32 PACK)). blocks is the whole grid. Bound: memory.
 #include "gather_sum.cuh"
 
 // out = sum over j of gates[token, j] * (y[row of (token, j)] + bias[its expert]).
@@ -41,66 +44,110 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         });
 }
 
-// d_gates += <d_out, bias> of each slot's token and expert. A warp a slot.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    add_to_d_gates(const Scalar* d_out, const Scalar* bias, const int* token_expert_indices, float* d_gates, int R,
-                   int d, int k) {
-    const long long slot = blockIdx.x * (THREADS / WARP) + warp_id();
-    if (slot >= R) return;
-    const long long expert = token_expert_indices[slot];
-    if (expert == EMPTY) return;
-    float term = 0.0f;
-    for (int column = lane_id() * PACK; column < d; column += WARP * PACK) {
-        const auto d_out_pack = load_pack<PACK>(d_out + slot / k * d + column);
-        const auto bias_pack = load_pack<PACK>(bias + expert * d + column);
-#pragma unroll
-        for (int p = 0; p < PACK; ++p) term += to_float(d_out_pack.elements[p]) * to_float(bias_pack.elements[p]);
-    }
-    term = warp_sum(term);
-    if (lane_id() == 0) d_gates[slot] += term;
-}
-
 // ---- gradients of the biases ---------------------------------------------------------------------
 
-// sums (n,) of an expert = the sum over its rows of what add(row, column, sums) adds for PACK columns.
-template <class Add>
-__device__ __forceinline__ void sum_of_expert(const int* expert_token_offsets, Scalar* of_experts, int n, Add add) {
+struct WeightedRow {
+    int index;
+    float weight;
+};
+
+// The block's expert of E, and which columns it has. So all experts read the same columns at about the same time: what
+// they share is in the L2 cache.
+__device__ __forceinline__ int expert_of_block(int E) { return blockIdx.x % E; }
+__device__ __forceinline__ int columns_of_block(int E) { return blockIdx.x / E; }
+
+// sums (n,) of an expert: add(i, row, present, weight, sums) adds PACK columns of row_of(i) for i from 0 to count, if
+// these columns are present.
+template <class Element, class RowOf, class Add>
+__device__ __forceinline__ void sum_of_expert(const Element* rows, int count, Scalar* of_experts, int n, int E,
+                                              RowOf row_of, Add add) {
     constexpr int WARPS = THREADS / WARP, COLUMNS = WARP * PACK;
     __shared__ float parts[WARPS][COLUMNS];
-    const int expert = blockIdx.y, first_column = blockIdx.x * COLUMNS, column = first_column + lane_id() * PACK;
-    const int begin = expert_token_offsets[expert], end = expert_token_offsets[expert + 1];
+    const int first_column = columns_of_block(E) * COLUMNS, column = first_column + lane_id() * PACK;
     float sums[PACK] = {};
-    if (column < n)
-#pragma unroll 4
-        for (int row = begin + warp_id(); row < end; row += WARPS) add(row, column, sums);
+    for (int first = warp_id(); first < count; first += WARPS * WARP) {
+        WeightedRow of_lane = {};
+        if (const int i = first + lane_id() * WARPS; i < count) of_lane = row_of(i);
+#pragma unroll 8
+        for (int i = 0; i < min(WARP, (count - first + WARPS - 1) / WARPS); ++i) {
+            const long long index = __shfl_sync(FULL_WARP, of_lane.index, i);
+            const float weight = __shfl_sync(FULL_WARP, of_lane.weight, i);
+            add(first + i * WARPS, rows + index * n + column, column < n, weight, sums);
+        }
+    }
 #pragma unroll
     for (int p = 0; p < PACK; ++p) parts[warp_id()][lane_id() * PACK + p] = sums[p];
     __syncthreads();  // every warp's part is there
     for (int i = threadIdx.x; i < min(COLUMNS, n - first_column); i += THREADS) {
         float sum = 0.0f;
         for (int warp = 0; warp < WARPS; ++warp) sum += parts[warp][i];
-        of_experts[(long long)expert * n + first_column + i] = from_float<Scalar>(sum);
+        of_experts[(long long)expert_of_block(E) * n + first_column + i] = from_float<Scalar>(sum);
     }
 }
 
+struct AddRow {
+    template <class Element>
+    __device__ __forceinline__ void operator()(int, const Element* row, bool present, float,
+                                               float (&sums)[PACK]) const {
+        constexpr int MOST = 16 / sizeof(Element), SIZE = PACK < MOST ? PACK : MOST;
+        if (!present) return;
+#pragma unroll
+        for (int first = 0; first < PACK; first += SIZE) {
+            const auto pack = load_pack<SIZE>(row + first);
+#pragma unroll
+            for (int p = 0; p < SIZE; ++p) sums[first + p] += to_float(pack.elements[p]);
+        }
+    }
+};
+
+// The rows of the block's expert, in expert order.
+struct ExpertRows {
+    int begin, count;
+
+    __device__ __forceinline__ ExpertRows(const int* expert_token_offsets, int E)
+        : begin(expert_token_offsets[expert_of_block(E)]),
+          count(expert_token_offsets[expert_of_block(E) + 1] - begin) {}
+};
+
 // Sums of the rows of d_ab (R, n).
 extern "C" __global__ void __launch_bounds__(THREADS)
-    d_up_bias(const Scalar* d_ab, const int* expert_token_offsets, Scalar* d_bias, int n) {
-    sum_of_expert(expert_token_offsets, d_bias, n, [&](int row, int column, float (&sums)[PACK]) {
-        const auto pack = load_pack<PACK>(d_ab + (long long)row * n + column);
-#pragma unroll
-        for (int p = 0; p < PACK; ++p) sums[p] += to_float(pack.elements[p]);
-    });
+    d_up_bias(const Scalar* d_ab, const int* expert_token_offsets, Scalar* d_bias, int n, int E) {
+    const ExpertRows rows(expert_token_offsets, E);
+    sum_of_expert(d_ab, rows.count, d_bias, n, E, [&](int i) { return WeightedRow{rows.begin + i}; }, AddRow());
 }
 
-// Sums of gate * d_out over an expert's rows.
+// The same of sums over the rows of tiles, (tiles, n): those of an expert that begins at row r lie from
+// r / tile_rows + expert on.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    d_down_bias(const Scalar* d_out, const float* gate_of_row, const int* expert_token_indices,
-                const int* expert_token_offsets, Scalar* d_bias, int d) {
-    sum_of_expert(expert_token_offsets, d_bias, d, [&](int row, int column, float (&sums)[PACK]) {
-        const auto pack = load_pack<PACK>(d_out + (long long)expert_token_indices[row] * d + column);
-        const float gate = gate_of_row[row];
+    d_up_bias_of_tiles(const float* tile_sums, const int* expert_token_offsets, Scalar* d_bias, int n, int E,
+                       int tile_rows) {
+    const ExpertRows rows(expert_token_offsets, E);
+    const int first = rows.begin / tile_rows + expert_of_block(E), tiles = (rows.count + tile_rows - 1) / tile_rows;
+    sum_of_expert(tile_sums, tiles, d_bias, n, E, [&](int i) { return WeightedRow{first + i}; }, AddRow());
+}
+
+// Sums of gate * d_out over an expert's rows. And <d_out, bias> of each row, in `terms` parts: one of a block's columns.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    d_down_bias(const Scalar* d_out, const Scalar* bias, const float* gate_of_row, const int* expert_token_indices,
+                const int* expert_token_offsets, Scalar* d_bias, float* gate_terms, int d, int E, int terms) {
+    const ExpertRows rows(expert_token_offsets, E);
+    const int column = (columns_of_block(E) * WARP + lane_id()) * PACK;
+    Pack<Scalar, PACK> bias_pack = {};
+    if (column < d) bias_pack = load_pack<PACK>(bias + (long long)expert_of_block(E) * d + column);
+    sum_of_expert(
+        d_out, rows.count, d_bias, d, E,
+        [&](int i) { return WeightedRow{expert_token_indices[rows.begin + i], gate_of_row[rows.begin + i]}; },
+        [&](int i, const Scalar* row, bool present, float gate, float (&sums)[PACK]) {
+            Pack<Scalar, PACK> pack = {};
+            if (present) pack = load_pack<PACK>(row);
+            float term = 0.0f;
 #pragma unroll
-        for (int p = 0; p < PACK; ++p) sums[p] += gate * to_float(pack.elements[p]);
-    });
+            for (int p = 0; p < PACK; ++p) {
+                const float d_value = to_float(pack.elements[p]);
+                sums[p] += gate * d_value;
+                term += d_value * to_float(bias_pack.elements[p]);
+            }
+            term = warp_sum(term);
+            if (lane_id() == 0) gate_terms[(long long)(rows.begin + i) * terms + columns_of_block(E)] = term;
+        });
 }

@@ -100,9 +100,11 @@ def _run_biases(executor: Executor):
     for dtype in gemm.WIDE:
         d_out, rows, bias = [executor.from_numpy(array.astype(dtype)) for array in (case.x, y, case.x[: case.E])]
         biases.sum_rows(executor, rows, bias, gates, routes, executor.empty(d_out.shape, dtype))
-        biases.add_to_d_gates(executor, d_out, bias, routes, executor.from_numpy(d_gates))
         biases.up_gradient(executor, rows, routes)
-        biases.down_gradient(executor, d_out, expert_down.gates_of_rows(executor, routes, gates), routes)
+        tile_sums = biases.empty_tile_sums(executor, routes, d_out.shape[1])
+        executor.assign(tile_sums, executor.full(tile_sums.shape, "float32", 0))
+        biases.up_gradient_of_tiles(executor, tile_sums, dtype, routes)
+        biases.down_gradients(executor, d_out, bias, expert_down.gates_of_rows(executor, routes, gates), routes)
 
 
 def _run_lessons(executor: Executor):

@@ -324,26 +324,30 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(version, dtype, 
     one, executor = rounded(step(layout, activation), dtype), SimtExecutor()
     with executor.recording() as launches:
         run(version, executor, one)
-    symbols, of_biases = symbols_of(version, one), {"PACK": 16 // one.x.dtype.itemsize, "THREADS": gemm.THREADS}
-    versions, own = stated(gemm.file_of("packed", version)), stated("packed/biases.cu")
-    assert versions.keys() | own.keys() <= {launch.kernel for launch in launches}
+    symbols, terms = symbols_of(version, one), -(-one.x.shape[1] // 128)
+    of_biases = {"PACK": 4, "THREADS": 1024, "D": terms, "W": 1024 // gemm.WARP}
+    versions, own, gates = map(stated, (gemm.file_of("packed", version), "packed/biases.cu", "expert_down/gates.cu"))
+    del own["d_up_bias" if version == gemm.HOPPER else "d_up_bias_of_tiles"]
+    assert versions.keys() | own.keys() | gates.keys() <= {launch.kernel for launch in launches}
     for launch in launches:
         if launch.kernel in versions:
             assert_as_stated(launch, versions, symbols)
         elif launch.kernel in own:
             assert_as_stated(launch, own, symbols | of_biases)
+        elif launch.kernel in gates:
+            assert_as_stated(launch, gates, symbols | {"more": terms})
 
 
 def test_a_block_has_the_shared_memory_that_its_header_states():
-    constants = {"Scalar": "float", "THREADS": 256, "PACK": 4}
+    constants = {"Scalar": "float", "THREADS": 1024, "PACK": 4}
     source = KernelSource.read("packed/biases.cu", constants)
     for kernel, header in stated("packed/biases.cu").items():
-        assert evaluate(header.shared, {"THREADS": 256, "PACK": 4}) == _static_shared_bytes(source, kernel), kernel
+        assert evaluate(header.shared, constants) == _static_shared_bytes(source, kernel), kernel
 
 
 # ---- the order of the sums -----------------------------------------------------------------------
 
-ROWS, WARPS = 45, gemm.THREADS // gemm.WARP
+ROWS, WARPS = 1100, 32  # of a block; more rows than a warp looks up at once
 
 
 def by_warps(terms):
@@ -365,7 +369,8 @@ def test_a_bias_of_the_up_projection_sums_rows_by_warps():
 
 def test_a_bias_of_the_down_projection_sums_rows_by_warps():
     terms, gates = orders.telling_terms(ROWS, (264,), seed=2), orders.powers_of_two(ROWS)
-    found = biases.down_gradient(Quick(), terms / gates[:, None], gates, of_one_expert(ROWS))
+    bias = np.zeros((2, 264), np.float32)
+    found, _ = biases.down_gradients(Quick(), terms / gates[:, None], bias, gates, of_one_expert(ROWS))
     np.testing.assert_array_equal(found[1], by_warps(terms))
 
 
@@ -399,9 +404,18 @@ UP_FAULTS = {
     },
     "7_persistent": {
         "bias of the first expert": ("bias + packed_at(tile.expert, 0,", "bias + packed_at(0, 0,"),
-        "bias of the first tile": ("= tile.column + first / PANEL", "= first / PANEL"),
-        "bias of the neighbour": ("pair[i % 2]", "pair[i / 2]"),
-        "bias of half a tile": ("first < TILE_COLUMNS; first += CHUNK", "first < TILE_COLUMNS / 2; first += CHUNK"),
+        "bias of the first tile": ("0, 0, h), tile.column, columns);", "0, 0, h), 0, columns);"),
+        "bias of the neighbour": ("threadIdx.x * COUNT + i;", "threadIdx.x * COUNT + (i ^ 1);"),
+        "bias in two steps of the depth": ("if (k > 0) chunk_at(", "if (k > 1) chunk_at("),
+        "biases twice": ("from_float<Scalar>(1)", "from_float<Scalar>(2)"),
+        "short step not awaited": (
+            "barrier_wait(&shared.empty[state.stage], state.parity ^ 1);\n            fill.short",
+            "fill.short",
+        ),
+        "sums of the tile before": ("        sums.begin();\n", ""),
+        "sums of one warp": ("for (int of = 0; of < EPILOGUE_WARPS", "for (int of = 0; of < 1"),
+        "warps do not meet": ("        meet(0);\n", ""),
+        "sums of a for b": ("sums[LAYOUT::INTERLEAVED ? 2 * element + 1", "sums[LAYOUT::INTERLEAVED ? 2 * element"),
     },
 }
 ACTIVATION_FAULTS = {
@@ -421,15 +435,17 @@ BIAS_FAULTS = {
     "biases of four slots alone": ("slot < k; slot += IN_FLIGHT", "slot < 1; slot += IN_FLIGHT"),
     "bias not times the gate": ("expert_of_lane, gate, slot,", "expert_of_lane, 1, slot,"),
     "part of the bias that begins elsewhere": ("add_rows(bias + first,", "add_rows(bias,"),
-    "gates without the bias": ("d_gates[slot] += term", "d_gates[slot] += 0.0f * term"),
-    "gates of the bias alone": ("d_gates[slot] += term", "d_gates[slot] = term"),
-    "gates by the first expert's bias": ("bias + expert * d + column", "bias + column"),
-    "gates by another token": ("d_out + slot / k * d", "d_out + slot % k * d"),
-    "bias gradient not times the gate": ("sums[p] += gate *", "sums[p] +="),
-    "bias gradient by rows in token order": ("(long long)expert_token_indices[row] * d", "(long long)row / 8 * d"),
+    "gates by the first expert's bias": ("expert_of_block(E) * d + column", "0 * d + column"),
+    "gates by one lane's columns": ("term = warp_sum(term);", ""),
+    "gates in the next row": ("(rows.begin + i) * terms", "(rows.begin + (i ^ 1)) * terms"),
+    "bias gradient not times the gate": ("sums[p] += gate * d_value", "sums[p] += d_value"),
+    "bias gradient by rows in token order": ("{expert_token_indices[rows.begin + i],", "{(rows.begin + i) / 8,"),
     "bias gradient of one warp": ("for (int warp = 0; warp < WARPS", "for (int warp = 0; warp < 1"),
-    "bias gradient of the next expert's rows": ("end = expert_token_offsets[expert + 1]", "end = begin + 40"),
-    "bias gradient without the first row": ("begin + warp_id();", "begin + 1 + warp_id();"),
+    "bias gradient of too many rows": ("- begin) {}", "- begin + 1) {}"),
+    "bias gradient without the first row": (
+        "return WeightedRow{rows.begin + i};",
+        "return WeightedRow{rows.begin + i + !i};",
+    ),
     "warps do not wait": ("__syncthreads();  // every warp's part is there", ""),
 }
 FAULTY = [
@@ -466,16 +482,15 @@ def of_biases(executor):
     dispatch = build_by_sort(np.array([rng.permutation(E)[:k] for _ in range(L)], np.int32), E)
     ids, rows = [array.reshape(L, k) for array in (dispatch.token_expert_indices, dispatch.token_index_map)]
     y, bias, gates = [rng.random(shape, np.float32) for shape in ((L * k, d - first), (E, d), (L, k))]
-    d_out, d_ab, d_gates = [rng.random(shape, np.float32) for shape in ((L, d), (L * k, n), (L, k))]
-    out, found_gates, gate_of_row = np.zeros((L, d), np.float32), d_gates.copy(), np.empty(L * k, np.float32)
+    d_out, d_ab = [rng.random(shape, np.float32) for shape in ((L, d), (L * k, n))]
+    out, gate_of_row = np.zeros((L, d), np.float32), np.empty(L * k, np.float32)
     gate_of_row[rows] = gates
     biases.sum_rows(executor, y, bias, gates, dispatch, out, first)
-    biases.add_to_d_gates(executor, d_out, bias, dispatch, found_gates)
     of_up = biases.up_gradient(executor, d_ab, dispatch)
-    of_down = biases.down_gradient(executor, d_out, gate_of_row, dispatch)
+    of_down, gate_terms = biases.down_gradients(executor, d_out, bias, gate_of_row, dispatch)
     weighted = gate_of_row[:, None] * d_out[dispatch.expert_token_indices]
     yield out[:, first:], (gates[..., None] * (y[rows] + bias[ids][..., first:])).sum(1)
-    yield found_gates, d_gates + np.einsum("ld,lkd->lk", d_out, bias[ids])
+    yield gate_terms.sum(1)[rows], np.einsum("ld,lkd->lk", d_out, bias[ids])
     for sums, of_rows in ((of_up, d_ab), (of_down, weighted)):
         yield sums, np.stack([of_rows[rows[ids == expert]].sum(0) for expert in range(E)])
 

@@ -48,8 +48,8 @@ __device__ __forceinline__ void hand_over(FinishedColumns<COLUMNS>& finished, co
         }
 }
 
-// Adds one step's product to a consumer's sums.
-template <class Roles>
+// Adds one step's product, of some of the depth, to a consumer's sums.
+template <class Roles, int DEPTH = TILE_DEPTH>
 __device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage& stage, int consumer) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
     constexpr int A_STEP = Roles::A_ALONG_M ? 16 * 128 : 32, B_STEP = Roles::B_ALONG_N ? 16 * 128 : 32;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage&
     const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < TILE_DEPTH / 16; ++i) {
+    for (int i = 0; i < DEPTH / 16; ++i) {
         const unsigned long long a_now = wgmma_advance(a, i * A_STEP), b_now = wgmma_advance(b, i * B_STEP);
         if constexpr (Roles::CROWDED) {
             constexpr int HALF = TILE_COLUMNS / 2, HALF_BYTES = B_BYTES / 2;
@@ -70,15 +70,9 @@ __device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage&
     wgmma_commit();
 }
 
-// What a kernel does to the sums of a tile before they are rounded, if it does anything.
-struct NothingMore {
-    template <class Tile>
-    __device__ __forceinline__ void operator()(const Tile&, float (&)[TILE_COLUMNS / 2]) const {}
-};
-
-// Multiplies every tile and hands it over, after finish(tile, sums).
-template <class Roles, class Shared, class Tiles, class Finish>
-__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Finish finish) {
+// Multiplies every tile and hands it over.
+template <class Roles, class Shared, class Tiles>
+__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
     constexpr int BEHIND = Shared::STAGES > 1;  // steps that a stage is freed late, unless there is no other
     const int warp = uniform(warp_id()) - Roles::FIRST_CONSUMER;
     auto& finished = shared.finished[warp];
@@ -98,10 +92,19 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Fini
             if (step >= BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[BEHIND ? read : now]);
             read = now;
         }
+        if constexpr (Roles::SHORT_STEP) {
+            const int now = uniform(state.stage);
+            barrier_wait(&shared.full[now], state.parity);
+            fence_async_proxy();
+            multiply<Roles, 16>(sums, shared.stages[now], warp / (WARPGROUP / WARP));
+            wgmma_wait<BEHIND>();
+            if (BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+            read = now;
+            state.next();
+        }
         wgmma_wait<0>();
         wgmma_results(sums);
         if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
-        finish(tile, sums);
 #pragma unroll
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
             barrier_wait(&shared.stored[warp], parity);

@@ -17,10 +17,13 @@ constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
 #include "hopper/wgmma.cuh"
 
 // The warp roles of a block: producer warps, epilogue warps, and two consumer warpgroups. COPYING: all lanes of the
-// producers copy, not one alone. A_ALONG_M, B_ALONG_N: as in wgmma.
-template <int PRODUCER_WARPS_, int EPILOGUE_WARPS_, bool COPYING, bool A_ALONG_M_, bool B_ALONG_N_>
+// producers copy, not one alone. A_ALONG_M, B_ALONG_N: as in wgmma. SHORT_STEP: after a tile's steps comes one with 16
+// of the depth.
+template <int PRODUCER_WARPS_, int EPILOGUE_WARPS_, bool COPYING, bool A_ALONG_M_, bool B_ALONG_N_,
+          bool SHORT_STEP_ = false>
 struct WarpRoles {
     static constexpr int PRODUCER_WARPS = PRODUCER_WARPS_, EPILOGUE_WARPS = EPILOGUE_WARPS_;
+    static constexpr bool SHORT_STEP = SHORT_STEP_;
     static constexpr int CONSUMERS = 2 * WARPGROUP / WARP;
     static constexpr int FIRST_CONSUMER = PRODUCER_WARPS + EPILOGUE_WARPS, BLOCK = (FIRST_CONSUMER + CONSUMERS) * WARP;
     static constexpr int COPIERS = COPYING ? PRODUCER_WARPS * WARP : 0;
@@ -62,7 +65,8 @@ __device__ __forceinline__ void open_barriers(Shared& shared) {
 
 // Fills the ring: load(tile) returns what fills a stage, (step, stage, barrier): all threads may copy, and then one of
 // them arrives at the barrier with the bytes of its TMA copies. (In that order: after a branch that one lane takes, a
-// warp may go on in two parts, and its copies take twice as long.)
+// warp may go on in two parts, and its copies take twice as long.) A short step is filled by all threads, with
+// fill.short_step(stage).
 template <class Roles, class Shared, class Tiles, class Load>
 __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load load) {
     PipelineState<Shared::STAGES> state;
@@ -76,17 +80,24 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
             fill(step, shared.stages[state.stage], full);
             if (Roles::COPIERS) cp_async_arrive(full);
         }
+        if constexpr (Roles::SHORT_STEP) {
+            Barrier* const full = &shared.full[state.stage];
+            barrier_wait(&shared.empty[state.stage], state.parity ^ 1);
+            fill.short_step(shared.stages[state.stage]);
+            barrier_arrive(full);
+            if (threadIdx.x == 0) barrier_arrive(full);  // where else the copies by TMA are announced
+            state.next();
+        }
     }
 }
 
 // The whole block.
-template <class Roles, class Shared, class Tiles, class Load, class Store, class Finish = NothingMore>
-__device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store,
-                                               Finish finish = Finish()) {
+template <class Roles, class Shared, class Tiles, class Load, class Store>
+__device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
     open_barriers<Roles>(shared);
     if (warp_id() >= Roles::FIRST_CONSUMER) {
         if constexpr (Roles::CROWDED) registers_up<Roles::CONSUMER_REGISTERS>();
-        multiply_tiles<Roles>(shared, tiles, finish);
+        multiply_tiles<Roles>(shared, tiles);
     } else if (warp_id() >= Roles::PRODUCER_WARPS) {
         if constexpr (Roles::CROWDED) registers_down<Roles::EPILOGUE_REGISTERS>();
         store_tiles<Roles>(shared, tiles, store);

@@ -52,11 +52,19 @@ struct RowAhead {
 constexpr int ROWS_AHEAD = 4;
 struct HiddenShared : Shared<3, 1> {
     RowAhead ahead[ROWS_AHEAD];
+    Barrier met;  // of ColumnSums
+};
+
+// What else the gradients of a tile's rows are for, if anything: see hopper/column_sums.cuh.
+struct NoSums {
+    __device__ __forceinline__ void begin() {}
+    __device__ __forceinline__ void add(int, const HiddenPairs&) {}
+    __device__ __forceinline__ void end(const RowTile&) const {}
 };
 
 // A warp a row, a chunk of <d_out, w3> a lane. `pitch` is from one row of a, b or their gradients to the
 // next, `y_pitch` from one of gated_y.
-template <bool ALTERNATING>
+template <bool ALTERNATING, class Sums = NoSums>
 struct HiddenGradients {
     const float* gate_of_row;
     const Scalar *a, *b;
@@ -64,9 +72,12 @@ struct HiddenGradients {
     float* gate_terms;
     int h, pitch, y_pitch;
     RowAhead* ahead;  // in shared memory
+    Sums of_tile;
 
     template <class Epilogue>
     __device__ __forceinline__ void operator()(const RowTile& tile, int, const Epilogue& epilogue) const {
+        Sums sums = of_tile;
+        sums.begin();
 #pragma unroll 1
         for (int i = 0; i < Epilogue::COUNT; ++i) {
             const int first = epilogue.row(i), count = min(WARP_ROWS, tile.rows - first);
@@ -87,9 +98,10 @@ struct HiddenGradients {
                 read(row + ROWS_AHEAD, begin, present);
                 const float gate = __shfl_sync(FULL_WARP, gates, row);
                 Chunk& d = finished.at(row, lane_id());
-                const float term = row < present ? store(begin + (long long)row * pitch,
-                                                         y_begin + (long long)row * y_pitch, a_chunk, b_chunk, d, gate)
-                                                 : 0.0f;
+                const float term = row < present
+                                       ? store(begin + (long long)row * pitch, y_begin + (long long)row * y_pitch,
+                                               a_chunk, b_chunk, d, gate, sums)
+                                       : 0.0f;
                 d.words[0] = __float_as_int(term);  // where d was
             }
             __syncwarp();
@@ -98,6 +110,7 @@ struct HiddenGradients {
             if (lane_id() < count) gate_terms[place + tile.column / TILE_COLUMNS] = sum_of_terms(finished);
             epilogue.give_back(i);
         }
+        sums.end(tile);
     }
 
     static __device__ __forceinline__ int thread() { return threadIdx.x % WARPGROUP; }
@@ -114,7 +127,7 @@ struct HiddenGradients {
 
     // Eight elements: a and b from `at` on, gate * y_swi from `y_at` on. Returns their term of the gate's gradient.
     __device__ __forceinline__ float store(long long at, long long y_at, Chunk a_chunk, Chunk b_chunk, Chunk d_chunk,
-                                           float gate) const {
+                                           float gate, Sums& sums) const {
         Chunk d_a_chunk, d_b_chunk, y_chunk;
         float term = 0.0f;
 #pragma unroll
@@ -124,7 +137,9 @@ struct HiddenGradients {
             unpack<Scalar>(d_chunk.words[i], d_pair);
             const HiddenGradient low = hidden_gradient(pairs.a[0], pairs.b[0], d_pair[0], gate);
             const HiddenGradient high = hidden_gradient(pairs.a[1], pairs.b[1], d_pair[1], gate);
-            put_pairs<ALTERNATING>(d_a_chunk, d_b_chunk, i, {{low.d_a, high.d_a}, {low.d_b, high.d_b}});
+            const HiddenPairs gradients = {{low.d_a, high.d_a}, {low.d_b, high.d_b}};
+            put_pairs<ALTERNATING>(d_a_chunk, d_b_chunk, i, gradients);
+            sums.add(i, gradients);
             y_chunk.words[i] = packed<Scalar>(low.gated_y, high.gated_y);
             term += low.gate + high.gate;
         }

@@ -8,9 +8,11 @@ from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
-from moeblaze_ref.runtime.source import Module
 
 _FILE = "packed/biases.cu"
+_SUMMING = 1024  # threads of a block that sums rows: it is alone with some columns of an expert, and waits for memory
+_TILE_ROWS = gemm.ROWS_BOX[1]
+_SUMMED_PACK = 4  # columns of a lane there, at most: more blocks
 
 
 @dataclass(frozen=True)
@@ -50,54 +52,63 @@ def sum_rows(
     gemm.launch_row_sums(executor, _FILE, "combine_biased", y, out, first, **operands)
 
 
-def add_to_d_gates(executor: Executor, d_out: Array, bias: Array, dispatch: Dispatch, d_gates: Array) -> None:
-    """Add to the gates' gradients what the bias adds to the output: <d_out, bias>."""
-    d, slots = d_out.shape[1], dispatch.slots
-    if slots:
-        module, _ = _load(executor, d_out, d)
-        module.launch(
-            "add_to_d_gates",
-            **gemm.per_element(gemm.WARP * slots),
-            d_out=d_out,
-            bias=bias,
-            token_expert_indices=dispatch.token_expert_indices,
-            d_gates=d_gates,
-            R=slots,
-            d=d,
-            k=dispatch.k,
-        )
+def leave_zeros(executor: Executor, biases: Biases) -> None:
+    """Leave the wanted gradients of a call without rows."""
+    for name in biases.wanted:
+        bias: Array = getattr(biases, name)
+        biases.gradients[name] = executor.full(bias.shape, dtype_of(bias), 0)
 
 
 def up_gradient(executor: Executor, d_ab: Array, dispatch: Dispatch) -> Array:
     """Return the sums (E, n) of d_ab (R, n) over each expert's rows."""
-    return _sums(executor, "d_up_bias", d_ab, dispatch, d_ab=d_ab, n=d_ab.shape[1])
+    return _sums(executor, "d_up_bias", d_ab, dtype_of(d_ab), dispatch, d_ab=d_ab, n=d_ab.shape[1])
 
 
-def down_gradient(executor: Executor, d_out: Array, gate_of_row: Array, dispatch: Dispatch) -> Array:
-    """Return the sums (E, d) of gate * d_out over each expert's rows; the gates (R,) are in expert order."""
+def empty_tile_sums(executor: Executor, dispatch: Dispatch, n: int) -> Array:
+    """Room for the sums of d_ab (R, n) over the rows of each tile of 7_persistent."""
+    return executor.empty((dispatch.R // _TILE_ROWS + dispatch.E, n), "float32")
+
+
+def up_gradient_of_tiles(executor: Executor, tile_sums: Array, dtype: str, dispatch: Dispatch) -> Array:
+    """Return what `up_gradient` does, from what d_hidden has left in `empty_tile_sums`."""
+    operands = {"tile_sums": tile_sums, "n": tile_sums.shape[1], "tile_rows": _TILE_ROWS}
+    return _sums(executor, "d_up_bias_of_tiles", tile_sums, dtype, dispatch, **operands)
+
+
+def down_gradients(
+    executor: Executor, d_out: Array, bias: Array, gate_of_row: Array, dispatch: Dispatch
+) -> tuple[Array, Array]:
+    """Return the sums (E, d) of gate * d_out over each expert's rows, and each row's <d_out, bias> in terms (R, terms).
+
+    ``gate_of_row`` (R,) is in expert order, and so are the terms.
+    """
+    d = d_out.shape[1]
+    terms = _blocks_of_columns(d_out, d)[1]
+    gate_terms = executor.empty((dispatch.R, terms), "float32")
     rows = {"gate_of_row": gate_of_row, "expert_token_indices": dispatch.expert_token_indices}
-    return _sums(executor, "d_down_bias", d_out, dispatch, d_out=d_out, **rows, d=d_out.shape[1])
+    operands = {"d_out": d_out, "bias": bias, **rows, "gate_terms": gate_terms, "d": d, "terms": terms}
+    return _sums(executor, "d_down_bias", d_out, dtype_of(d_out), dispatch, **operands), gate_terms
 
 
-def _sums(executor: Executor, kernel: str, rows: Array, dispatch: Dispatch, **operands: Any) -> Array:
+def _sums(executor: Executor, kernel: str, rows: Array, dtype: str, dispatch: Dispatch, **operands: Any) -> Array:
     """Launch a kernel whose result has the width of the rows that it sums, for each expert."""
-    width, dtype = rows.shape[1], dtype_of(rows)
-    if dispatch.R == 0:
-        return executor.full((dispatch.E, width), dtype, 0)
+    width = rows.shape[1]
     d_bias = executor.empty((dispatch.E, width), dtype)
-    module, pack = _load(executor, rows, width)
+    pack, blocks = _blocks_of_columns(rows, width)
+    module = executor.load(_FILE, **gemm.constants(dtype) | {"THREADS": _SUMMING}, PACK=pack)
     module.launch(
         kernel,
-        grid=(ceil_div(width, gemm.WARP * pack), dispatch.E),
-        block=gemm.THREADS,
+        grid=dispatch.E * blocks,
+        block=_SUMMING,
         **operands,
         expert_token_offsets=dispatch.expert_token_offsets,
         d_bias=d_bias,
+        E=dispatch.E,
     )
     return d_bias
 
 
-def _load(executor: Executor, rows: Array, width: int) -> tuple[Module, int]:
-    """The kernels for rows whose begins are multiples of the width, and the columns that a lane moves at once."""
-    pack = widest_pack(rows, width)
-    return executor.load(_FILE, **gemm.constants(dtype_of(rows)), PACK=pack), pack
+def _blocks_of_columns(rows: Array, width: int) -> tuple[int, int]:
+    """The columns that a lane takes, and the blocks that take all columns of an expert."""
+    pack = min(widest_pack(rows, width), _SUMMED_PACK)
+    return pack, ceil_div(width, gemm.WARP * pack)

@@ -207,19 +207,22 @@ def hidden_gradients(
 
 
 def gates_gradient(
-    executor: Executor, dispatch: Dispatch, gates: Array, terms: int, launch: Callable[[Array, Array], None]
+    executor: Executor, dispatch: Dispatch, gates: Array, terms: int, launch: Callable[[Array, Array], Array | None]
 ) -> Array:
     """The gradients of the gates, from a kernel that leaves so many partial sums of each row's.
 
-    ``launch(gate_of_row, gate_terms)`` runs it: (R,) and (R, terms), both float32 and in expert order.
+    ``launch(gate_of_row, gate_terms)`` runs it: (R,) and (R, terms), both float32 and in expert order. It may return
+    more terms (R, more).
     """
     d_gates = executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
         return d_gates
     gate_of_row = gates_of_rows(executor, dispatch, gates)
     gate_terms = executor.empty((dispatch.R, terms), "float32")
-    launch(gate_of_row, gate_terms)
-    _launch_per_slot(executor, dispatch, "d_gates", gate_terms=gate_terms, d_gates=d_gates, terms=terms)
+    more_terms = launch(gate_of_row, gate_terms)
+    operands: dict[str, Any] = {"gate_terms": gate_terms, "d_gates": d_gates, "terms": terms}
+    operands |= {"more_terms": gemm.or_nothing(executor, more_terms, gate_terms)}
+    _launch_per_slot(executor, dispatch, "d_gates", **operands, more=0 if more_terms is None else more_terms.shape[1])
     return d_gates
 
 

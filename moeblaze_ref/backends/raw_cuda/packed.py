@@ -122,11 +122,17 @@ class Packed:
         dtype = gemm.check_version("packed", version, VERSIONS, ab, ("d_out", d_out), **widths)
         d_ab = ab if overwrite else executor.empty(ab.shape, dtype)
         gated_y = executor.empty((dispatch.R, h), dtype)
+        if dispatch.R == 0:
+            biases.leave_zeros(executor, self.biases)
+            return d_ab, None, gated_y, executor.empty(gates.shape, "float32")
         tile = tiles.choose(executor, version, "d_hidden", dispatch.R, dispatch.E, d, h)
         box = gemm.WEIGHTS_BOX if self.layout.transposed else gemm.WEIGHTS_TRANSPOSED_BOX
+        tile_sums = self._tile_sums(dispatch, d_ab)
+        constants = self._constants(dtype, activation, tile) | ({"BIASED": 1} if tile_sums is not None else {})
+        of_bias = {"tile_sums": gemm.or_nothing(executor, tile_sums, gates)} if version == gemm.HOPPER else {}
 
-        def launch(gate_of_row: Array, gate_terms: Array) -> None:
-            executor.load(self._file, **self._constants(dtype, activation, tile)).launch(
+        def launch(gate_of_row: Array, gate_terms: Array) -> Array | None:
+            executor.load(self._file, **constants).launch(
                 "d_hidden",
                 **gemm.rows_launch(executor, version, dispatch, h, tile),
                 d_out=d_out,
@@ -140,22 +146,38 @@ class Packed:
                 gate_terms=gate_terms,
                 d=d,
                 h=h,
+                **of_bias,
             )
+            return self._down_bias_gradients(d_out, gate_of_row, dispatch)
 
         d_gates = expert_down.gates_gradient(executor, dispatch, gates, gemm.gate_terms(version, h, tile), launch)
-        self._bias_gradients(d_out, gates, d_ab, d_gates, dispatch)
+        self._up_bias_gradient(d_ab, tile_sums, dispatch)
         return d_ab, None, gated_y, d_gates
 
-    def _bias_gradients(self, d_out: Array, gates: Array, d_ab: Array, d_gates: Array, dispatch: Dispatch) -> None:
-        """Add to d_gates what the bias of the down-projection does, and leave the gradients of the biases."""
-        executor, wanted, found = self.executor, self.biases.wanted, self.biases.gradients
-        if self.biases.down is not None:
-            biases.add_to_d_gates(executor, d_out, self.biases.down, dispatch, d_gates)
-        if "up" in wanted:
-            found["up"] = biases.up_gradient(executor, d_ab, dispatch)
-        if "down" in wanted:
-            gate_of_row = expert_down.gates_of_rows(executor, dispatch, gates)
-            found["down"] = biases.down_gradient(executor, d_out, gate_of_row, dispatch)
+    def _tile_sums(self, dispatch: Dispatch, d_ab: Array) -> Array | None:
+        """Room for what 7_persistent sums in passing, if the gradient of the up-projection's bias is wanted."""
+        if self.version != gemm.HOPPER or "up" not in self.biases.wanted:
+            return None
+        return biases.empty_tile_sums(self.executor, dispatch, d_ab.shape[1])
+
+    def _up_bias_gradient(self, d_ab: Array, tile_sums: Array | None, dispatch: Dispatch) -> None:
+        """Leave the gradient of the up-projection's bias, if it is wanted."""
+        if tile_sums is not None:
+            found = biases.up_gradient_of_tiles(self.executor, tile_sums, dtype_of(d_ab), dispatch)
+        elif "up" in self.biases.wanted:
+            found = biases.up_gradient(self.executor, d_ab, dispatch)
+        else:
+            return
+        self.biases.gradients["up"] = found
+
+    def _down_bias_gradients(self, d_out: Array, gate_of_row: Array, dispatch: Dispatch) -> Array | None:
+        """Leave the gradient of the down-projection's bias, if there is one, and return its terms of the gates'."""
+        if self.biases.down is None:
+            return None
+        found, gate_terms = biases.down_gradients(self.executor, d_out, self.biases.down, gate_of_row, dispatch)
+        if "down" in self.biases.wanted:
+            self.biases.gradients["down"] = found
+        return gate_terms
 
     @property
     def _file(self) -> str:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moeblaze_ref.backends.raw_cuda import biases
+from moeblaze_ref.backends.raw_cuda import biases, gemm
 from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.runtime import Executor
 from moeblaze_ref.runtime.sparse import Launch
@@ -10,12 +10,16 @@ from moeblaze_ref.verify.large.cases import Case, dispatch_of, exactly, last_blo
 
 TALL, WIDTH = 2**22 + 1, 1024  # rows, and their elements
 EXPERTS, WIDE = 1024, 2**21 + 2**13  # experts, and the width of a bias
+MANY_ROWS = 2**28 + 4  # eight terms each
+TILE_ROWS = gemm.ROWS_BOX[1]
 COLUMNS = np.s_[-128:]  # of the last block, which takes 32 packs of float32
 
 
 def cases() -> list[Case]:
     """Every kernel of the file."""
-    return [_combine(), _add_to_d_gates(), *map(_up_gradient, (TALL, 8), (WIDTH, WIDE), (2, EXPERTS)), _down_gradient()]
+    sizes = (TALL, WIDTH, 2), (8, WIDE, EXPERTS)
+    ups = [case(*of) for case in (_up_gradient, _up_gradient_of_tiles) for of in sizes]
+    return [_combine(), *ups, *(_down_gradient(*of) for of in (*sizes, (MANY_ROWS, WIDTH, 2)))]
 
 
 def _case(passes: str, launch: Launch, call) -> Case:
@@ -38,21 +42,6 @@ def _combine() -> Case:
     return _case(f"R d and L d: L={L}, k={k}, d={d}", Launch("combine_biased", last_block, given, expected), call)
 
 
-def _add_to_d_gates() -> Case:
-    """The last block has one slot, of the last token and expert."""
-    L, E, d = 1025, EXPERTS, WIDE
-    d_out, bias, before = values(d), values(d, seed=1), values(1)
-    given = {"d_out": [(np.s_[-1:], d_out)], "bias": [(np.s_[-1:], bias)], "d_gates": [(np.s_[-1:], before)]}
-    given |= {"token_expert_indices": [(np.s_[-1:], np.array([E - 1]))]}
-    expected = {"d_gates": [(np.s_[-1:], before + exactly(d_out) @ exactly(bias))]}
-
-    def call(executor: Executor) -> None:
-        d_out, bias, d_gates = [executor.empty(shape, "float32") for shape in ((L, d), (E, d), (L, 1))]
-        biases.add_to_d_gates(executor, d_out, bias, dispatch_of(executor, L, E, 1), d_gates)
-
-    return _case(f"L d and E d: L={L}, E={E}, d={d}", Launch("add_to_d_gates", last_block, given, expected), call)
-
-
 def _of_last_expert(R: int) -> dict:
     """The last expert has three rows."""
     return {"expert_token_offsets": [(np.s_[-2:], np.array([R - 3, R]))]}
@@ -66,20 +55,35 @@ def _up_gradient(R: int, n: int, E: int) -> Case:
     return _case(f"R n or E n: R={R}, n={n}, E={E}", launch, call)
 
 
-def _down_gradient() -> Case:
-    L, d, R = TALL, WIDTH, TALL
-    d_out, gates = values(3, 128), values(3)
-    given = _of_last_expert(R) | {"d_out": [(np.s_[-3:, COLUMNS], d_out)], "gate_of_row": [(np.s_[-3:], gates)]}
-    given |= {"expert_token_indices": [(np.s_[-3:], np.arange(L - 3, L))]}
-    launch = Launch(
-        "d_down_bias", last_block, given, {"d_bias": [(np.s_[-1:, COLUMNS], exactly(gates) @ exactly(d_out))]}
-    )
+def _up_gradient_of_tiles(R: int, n: int, E: int) -> Case:
+    """The last expert has one tile."""
+    rows, sums = TILE_ROWS * R, values(1, 128)
+    given = _of_last_expert(rows) | {"tile_sums": [(np.s_[(rows - 3) // TILE_ROWS + E - 1, COLUMNS], sums[0])]}
+    launch = Launch("d_up_bias_of_tiles", last_block, given, {"d_bias": [(np.s_[-1:, COLUMNS], sums)]})
 
     def call(executor: Executor) -> None:
-        gate_of_row = executor.empty((R,), "float32")
-        biases.down_gradient(executor, executor.empty((L, d), "float32"), gate_of_row, _dispatch(executor, L, 2))
+        dispatch = _dispatch(executor, rows, E)
+        tile_sums = biases.empty_tile_sums(executor, dispatch, n)
+        biases.up_gradient_of_tiles(executor, tile_sums, "float32", dispatch)
 
-    return _case(f"L d: L={L}, d={d}", launch, call)
+    return _case(f"tiles n or E n: R={rows}, n={n}, E={E}", launch, call)
+
+
+def _down_gradient(L: int, d: int, E: int) -> Case:
+    d_out, gates, bias = values(3, 128), values(3), values(128, seed=1)
+    given = _of_last_expert(L) | {"d_out": [(np.s_[-3:, COLUMNS], d_out)], "gate_of_row": [(np.s_[-3:], gates)]}
+    given |= {"expert_token_indices": [(np.s_[-3:], np.arange(L - 3, L))], "bias": [(np.s_[-1, COLUMNS], bias)]}
+    expected = {
+        "d_bias": [(np.s_[-1:, COLUMNS], exactly(gates) @ exactly(d_out))],
+        "gate_terms": [(np.s_[-3:, -1], exactly(d_out) @ exactly(bias))],
+    }
+
+    def call(executor: Executor) -> None:
+        d_out, bias, gate_of_row = [executor.empty(shape, "float32") for shape in ((L, d), (E, d), (L,))]
+        biases.down_gradients(executor, d_out, bias, gate_of_row, _dispatch(executor, L, E))
+
+    launch = Launch("d_down_bias", last_block, given, expected)
+    return _case(f"L d, E d or R terms: L={L}, d={d}, E={E}", launch, call)
 
 
 def _dispatch(executor: Executor, L: int, E: int) -> Dispatch:
