@@ -69,12 +69,12 @@ struct reglu : relu {
 struct clamped_swiglu {
     static constexpr bool gated = true;
     static constexpr float ALPHA = 1.702f, LIMIT = 7.0f;
-    static __device__ float at_most(float a) { return a > LIMIT ? LIMIT : a; }
+    static __device__ float at_most(float a) { return min_or_nan(a, LIMIT); }
     static __device__ float act(float a) { return at_most(a) * sigmoid(ALPHA * at_most(a)); }
     static __device__ float slope(float a) {
         const float s = sigmoid(ALPHA * at_most(a));
         return a > LIMIT ? 0.0f : s * (1.0f + ALPHA * a * (1.0f - s));
     }
-    static __device__ float factor(float b) { return (b < -LIMIT ? -LIMIT : at_most(b)) + 1.0f; }
+    static __device__ float factor(float b) { return max_or_nan(at_most(b), -LIMIT) + 1.0f; }
     static __device__ float factor_slope(float b) { return fabsf(b) > LIMIT ? 0.0f : 1.0f; }
 };

@@ -28,6 +28,18 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
     return reciprocal;
 }
 
+// The smaller and the larger of two, or NaN if one of them is.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+    float smaller;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+    return smaller;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
 // d += a b for a 16 x 16 by 16 x 8 product of the warp, accumulated in float32.
 template <class Element>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
@@ -98,6 +110,8 @@ __device__ __forceinline__ void cp_async_wait() {
 
 inline float fast_exp2(float x) { return exp2f(x); }
 inline float fast_reciprocal(float x) { return 1.0f / x; }
+inline float min_or_nan(float a, float b) { return a != a ? a : b < a || b != b ? b : a; }
+inline float max_or_nan(float a, float b) { return a != a ? a : b > a || b != b ? b : a; }
 
 // A lane's four results of D += A B: it holds rows g and g + 8, columns 2 t and 2 t + 1.
 template <unsigned DEPTH>

@@ -51,16 +51,18 @@ struct WeightedRow {
     float weight;
 };
 
+constexpr int GROUP = 8;  // rows of a warp that it asks for at a time
+
 // The block's expert of E, and which columns it has. So all experts read the same columns at about the same time: what
 // they share is in the L2 cache.
 __device__ __forceinline__ int expert_of_block(int E) { return blockIdx.x % E; }
 __device__ __forceinline__ int columns_of_block(int E) { return blockIdx.x / E; }
 
-// sums (n,) of an expert: add(i, row, present, weight, sums) adds PACK columns of row_of(i) for i from 0 to count, if
-// these columns are present.
-template <class Element, class RowOf, class Add>
+// sums (n,) of an expert: add(row, weight, sums) adds PACK columns of row_of(i) for i from 0 to count, and returns a
+// term. Of each GROUP of rows finish(i, count, terms) gets the lane's terms, that of row i + WARPS j in place j.
+template <class Element, class RowOf, class Add, class Finish>
 __device__ __forceinline__ void sum_of_expert(const Element* rows, int count, Scalar* of_experts, int n, int E,
-                                              RowOf row_of, Add add) {
+                                              RowOf row_of, Add add, Finish finish) {
     constexpr int WARPS = THREADS / WARP, COLUMNS = WARP * PACK;
     __shared__ float parts[WARPS][COLUMNS];
     const int first_column = columns_of_block(E) * COLUMNS, column = first_column + lane_id() * PACK;
@@ -68,11 +70,16 @@ __device__ __forceinline__ void sum_of_expert(const Element* rows, int count, Sc
     for (int first = warp_id(); first < count; first += WARPS * WARP) {
         WeightedRow of_lane = {};
         if (const int i = first + lane_id() * WARPS; i < count) of_lane = row_of(i);
-#pragma unroll 8
-        for (int i = 0; i < min(WARP, (count - first + WARPS - 1) / WARPS); ++i) {
-            const long long index = __shfl_sync(FULL_WARP, of_lane.index, i);
-            const float weight = __shfl_sync(FULL_WARP, of_lane.weight, i);
-            add(first + i * WARPS, rows + index * n + column, column < n, weight, sums);
+        for (int done = 0; done < WARP && first + done * WARPS < count; done += GROUP) {
+            float terms[GROUP] = {};
+#pragma unroll
+            for (int j = 0; j < GROUP; ++j) {
+                const long long index = __shfl_sync(FULL_WARP, of_lane.index, done + j);
+                const float weight = __shfl_sync(FULL_WARP, of_lane.weight, done + j);
+                if (first + (done + j) * WARPS < count && column < n)
+                    terms[j] = add(rows + index * n + column, weight, sums);
+            }
+            finish(first + done * WARPS, WARPS, terms);
         }
     }
 #pragma unroll
@@ -85,20 +92,40 @@ __device__ __forceinline__ void sum_of_expert(const Element* rows, int count, Sc
     }
 }
 
-struct AddRow {
-    template <class Element>
-    __device__ __forceinline__ void operator()(int, const Element* row, bool present, float,
-                                               float (&sums)[PACK]) const {
-        constexpr int MOST = 16 / sizeof(Element), SIZE = PACK < MOST ? PACK : MOST;
-        if (!present) return;
+// Sums of rows as they are.
+template <class Element, class RowOf>
+__device__ __forceinline__ void sum_of_expert(const Element* rows, int count, Scalar* of_experts, int n, int E,
+                                              RowOf row_of) {
+    constexpr int MOST = 16 / sizeof(Element), SIZE = PACK < MOST ? PACK : MOST;
+    const auto add = [](const Element* row, float, float (&sums)[PACK]) {
 #pragma unroll
         for (int first = 0; first < PACK; first += SIZE) {
             const auto pack = load_pack<SIZE>(row + first);
 #pragma unroll
             for (int p = 0; p < SIZE; ++p) sums[first + p] += to_float(pack.elements[p]);
         }
-    }
-};
+        return 0.0f;
+    };
+    sum_of_expert(rows, count, of_experts, n, E, row_of, add, [](int, int, float (&)[GROUP]) {});
+}
+
+// The sum over a warp's lanes of one of COUNT values, a power of two: lane l has that of value l % COUNT. At each step a
+// lane keeps half of its values and adds another lane's to them, so there are few steps.
+template <int COUNT>
+__device__ __forceinline__ float warp_sums(float (&values)[COUNT]) {
+#pragma unroll
+    for (int half = COUNT / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const bool upper = lane_id() & half;
+            const float kept = upper ? values[i + half] : values[i], given = upper ? values[i] : values[i + half];
+            values[i] = kept + __shfl_xor_sync(FULL_WARP, given, half);
+        }
+    float sum = values[0];
+#pragma unroll
+    for (int lanes = COUNT; lanes < WARP; lanes *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lanes);
+    return sum;
+}
 
 // The rows of the block's expert, in expert order.
 struct ExpertRows {
@@ -113,7 +140,7 @@ struct ExpertRows {
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_up_bias(const Scalar* d_ab, const int* expert_token_offsets, Scalar* d_bias, int n, int E) {
     const ExpertRows rows(expert_token_offsets, E);
-    sum_of_expert(d_ab, rows.count, d_bias, n, E, [&](int i) { return WeightedRow{rows.begin + i}; }, AddRow());
+    sum_of_expert(d_ab, rows.count, d_bias, n, E, [&](int i) { return WeightedRow{rows.begin + i}; });
 }
 
 // The same of sums over the rows of tiles, (tiles, n): those of an expert that begins at row r lie from
@@ -123,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                        int tile_rows) {
     const ExpertRows rows(expert_token_offsets, E);
     const int first = rows.begin / tile_rows + expert_of_block(E), tiles = (rows.count + tile_rows - 1) / tile_rows;
-    sum_of_expert(tile_sums, tiles, d_bias, n, E, [&](int i) { return WeightedRow{first + i}; }, AddRow());
+    sum_of_expert(tile_sums, tiles, d_bias, n, E, [&](int i) { return WeightedRow{first + i}; });
 }
 
 // Sums of gate * d_out over an expert's rows. And <d_out, bias> of each row, in `terms` parts: one of a block's columns.
@@ -137,9 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum_of_expert(
         d_out, rows.count, d_bias, d, E,
         [&](int i) { return WeightedRow{expert_token_indices[rows.begin + i], gate_of_row[rows.begin + i]}; },
-        [&](int i, const Scalar* row, bool present, float gate, float (&sums)[PACK]) {
-            Pack<Scalar, PACK> pack = {};
-            if (present) pack = load_pack<PACK>(row);
+        [&](const Scalar* row, float gate, float (&sums)[PACK]) {
+            const auto pack = load_pack<PACK>(row);
             float term = 0.0f;
 #pragma unroll
             for (int p = 0; p < PACK; ++p) {
@@ -147,7 +173,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 sums[p] += gate * d_value;
                 term += d_value * to_float(bias_pack.elements[p]);
             }
-            term = warp_sum(term);
-            if (lane_id() == 0) gate_terms[(long long)(rows.begin + i) * terms + columns_of_block(E)] = term;
+            return term;
+        },
+        [&](int first, int stride, float (&of_rows)[GROUP]) {
+            const float term = warp_sums(of_rows);
+            const int i = first + lane_id() * stride;
+            if (lane_id() < GROUP && i < rows.count)
+                gate_terms[(long long)(rows.begin + i) * terms + columns_of_block(E)] = term;
         });
 }
