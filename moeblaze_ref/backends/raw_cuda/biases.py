@@ -12,7 +12,8 @@ from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
 _FILE = "packed/biases.cu"
 _SUMMING = 1024  # threads of a block that sums rows: it is alone with some columns of an expert, and waits for memory
 _TILE_ROWS = gemm.ROWS_BOX[1]
-_SUMMED_PACK = 4  # columns of a lane there, at most: more blocks
+_MANY_BLOCKS = 256  # with fewer a lane takes fewer columns, so that all multiprocessors have a block
+_FEW_COLUMNS = 4
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def down_gradients(
     ``gate_of_row`` (R,) is in expert order, and so are the terms.
     """
     d = d_out.shape[1]
-    terms = _blocks_of_columns(d_out, d)[1]
+    terms = _blocks_of_columns(d_out, d, dispatch.E)[1]
     gate_terms = executor.empty((dispatch.R, terms), "float32")
     rows = {"gate_of_row": gate_of_row, "expert_token_indices": dispatch.expert_token_indices}
     operands = {"d_out": d_out, "bias": bias, **rows, "gate_terms": gate_terms, "d": d, "terms": terms}
@@ -94,7 +95,7 @@ def _sums(executor: Executor, kernel: str, rows: Array, dtype: str, dispatch: Di
     """Launch a kernel whose result has the width of the rows that it sums, for each expert."""
     width = rows.shape[1]
     d_bias = executor.empty((dispatch.E, width), dtype)
-    pack, blocks = _blocks_of_columns(rows, width)
+    pack, blocks = _blocks_of_columns(rows, width, dispatch.E)
     module = executor.load(_FILE, **gemm.constants(dtype) | {"THREADS": _SUMMING}, PACK=pack)
     module.launch(
         kernel,
@@ -108,7 +109,9 @@ def _sums(executor: Executor, kernel: str, rows: Array, dtype: str, dispatch: Di
     return d_bias
 
 
-def _blocks_of_columns(rows: Array, width: int) -> tuple[int, int]:
-    """The columns that a lane takes, and the blocks that take all columns of an expert."""
-    pack = min(widest_pack(rows, width), _SUMMED_PACK)
+def _blocks_of_columns(rows: Array, width: int, E: int) -> tuple[int, int]:
+    """The columns that a lane takes, and the blocks that take all columns of one of E experts."""
+    pack = widest_pack(rows, width)
+    if E * ceil_div(width, gemm.WARP * pack) < _MANY_BLOCKS:
+        pack = min(pack, _FEW_COLUMNS)
     return pack, ceil_div(width, gemm.WARP * pack)
