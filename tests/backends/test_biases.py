@@ -460,10 +460,9 @@ FAULTY = [
 def test_a_planted_fault_is_caught(version, change):
     sizes = {"2_tiled": {}, "3_mma": {"d": 72, "h": 136}, "7_persistent": {"d": 72, "h": 264}}[version]
     dtype = packed.VERSIONS[version][0]
-    one, executor = (
-        rounded(step(INTERLEAVED, **sizes), dtype),
-        Planted(gemm.file_of("packed", version), *change, seed=3),
-    )
+    one = rounded(step(INTERLEAVED, **sizes), dtype)
+    executor = Planted(gemm.file_of("packed", version), *change, seed=3)
+    executor.multiprocessors = 2  # so that a block of 7_persistent has several tiles
     with tiles.trying(SMALL) if version == "3_mma" else nullcontext(), pytest.raises((AssertionError, KernelFault)):
         assert_right(run(version, executor, one), one, dtype)
 

@@ -461,19 +461,9 @@ FAULTS = {
     },
     "7_persistent": {
         "no wait for a free stage": ("barrier_wait(&shared.empty[state.stage], state.parity ^ 1);", ";"),
-        "stage free while it is read": (
-            (
-                "if (step >= BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[BEHIND ? read : now]);\n"
-                "            read = now;\n"
-                "        }\n"
-                "        wgmma_wait<0>();\n"
-                "        wgmma_results(sums);\n"
-                "        if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);\n"
-            ),
-            "if (lane_id() == 0) barrier_arrive(&shared.empty[now]);\n        }\n        wgmma_wait<0>();\n",
-        ),
+        "stage free while it is read": ("wgmma_wait<BEHIND>();", ";"),
         "last stage of a tile never free": (
-            "if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);",
+            "if (Shared::STAGES > 1 && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);",
             ";",
         ),
         "no last wait": ("wgmma_wait<0>();", ";"),

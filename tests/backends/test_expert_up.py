@@ -375,7 +375,7 @@ FAULTS = {
         "wrong parity": ("&shared.full[now], state.parity", "&shared.full[now], state.parity ^ 1"),
         "stage free before it is read": ("wgmma_wait<BEHIND>();", ";"),
         "every lane frees the stage": ("if (step >= BEHIND && lane_id() == 0)", "if (step >= BEHIND)"),
-        "a tile without steps frees a stage": ("BEHIND && tile.steps > 0 && lane_id() ==", "BEHIND && lane_id() =="),
+        "a tile without steps frees a stage": ("> 1 && tile.steps > 0 && lane_id() ==", "> 1 && lane_id() =="),
         "products in no group": ("wgmma_commit();\n", ";\n"),
         "no fence before the product": ("if (Roles::COPIERS) fence_async_proxy();", ";"),
         "copies never arrive": ("if (Roles::COPIERS) cp_async_arrive(full);", ";"),
@@ -548,7 +548,10 @@ ONE_STAGE_FAULTS = {
         "only stage free a step late": ("BEHIND = Shared::STAGES > 1;", "BEHIND = 1;"),
         "only stage free after the first step alone": ("if (step >= BEHIND &&", "if (step < 1 &&"),
         "only stage free while it is read": ("wgmma_wait<BEHIND>();", "wgmma_wait<1>();"),
-        "only stage free once more at the end": ("if (BEHIND && tile.steps > 0 &&", "if (tile.steps > 0 &&"),
+        "only stage free once more at the end": (
+            "if (Shared::STAGES > 1 && tile.steps > 0 &&",
+            "if (tile.steps > 0 &&",
+        ),
     }
 }
 

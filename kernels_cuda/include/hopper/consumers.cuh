@@ -70,41 +70,40 @@ __device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage&
     wgmma_commit();
 }
 
+// Adds the product of a tile's next step, of some of the depth, to a consumer's sums. A stage is freed a step late, unless
+// there is no other: `read` is that of the step before.
+template <class Roles, int DEPTH, class Shared>
+__device__ __forceinline__ void take_step(Shared& shared, PipelineState<Shared::STAGES>& state, int step, int consumer,
+                                          float (&sums)[TILE_COLUMNS / 2], int& read) {
+    constexpr int BEHIND = Shared::STAGES > 1;
+    const int now = uniform(state.stage);
+    barrier_wait(&shared.full[now], state.parity);
+    if (Roles::COPIERS) fence_async_proxy();
+    multiply<Roles, DEPTH>(sums, shared.stages[now], consumer);
+    wgmma_wait<BEHIND>();
+    if (step >= BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[BEHIND ? read : now]);
+    read = now;
+    state.next();
+}
+
 // Multiplies every tile and hands it over.
 template <class Roles, class Shared, class Tiles>
 __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
-    constexpr int BEHIND = Shared::STAGES > 1;  // steps that a stage is freed late, unless there is no other
-    const int warp = uniform(warp_id()) - Roles::FIRST_CONSUMER;
+    const int warp = uniform(warp_id()) - Roles::FIRST_CONSUMER, consumer = warp / (WARPGROUP / WARP);
     auto& finished = shared.finished[warp];
     PipelineState<Shared::STAGES> state;
     unsigned parity = 1;  // of the part before
     typename Tiles::Tile tile;
     while (tiles.next(tile)) {
         float sums[TILE_COLUMNS / 2] = {};
-        int read = 0;  // the stage of the step before
+        int read = 0;
 #pragma unroll 1
-        for (int step = 0; step < tile.steps; ++step, state.next()) {
-            const int now = uniform(state.stage);
-            barrier_wait(&shared.full[now], state.parity);
-            if (Roles::COPIERS) fence_async_proxy();
-            multiply<Roles>(sums, shared.stages[now], warp / (WARPGROUP / WARP));
-            wgmma_wait<BEHIND>();
-            if (step >= BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[BEHIND ? read : now]);
-            read = now;
-        }
-        if constexpr (Roles::SHORT_STEP) {
-            const int now = uniform(state.stage);
-            barrier_wait(&shared.full[now], state.parity);
-            fence_async_proxy();
-            multiply<Roles, 16>(sums, shared.stages[now], warp / (WARPGROUP / WARP));
-            wgmma_wait<BEHIND>();
-            if (BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[read]);
-            read = now;
-            state.next();
-        }
+        for (int step = 0; step < tile.steps; ++step)
+            take_step<Roles, TILE_DEPTH>(shared, state, step, consumer, sums, read);
+        if constexpr (Roles::SHORT_STEP) take_step<Roles, 16>(shared, state, tile.steps, consumer, sums, read);
         wgmma_wait<0>();
         wgmma_results(sums);
-        if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+        if (Shared::STAGES > 1 && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
 #pragma unroll
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
             barrier_wait(&shared.stored[warp], parity);
