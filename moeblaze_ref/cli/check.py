@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -246,6 +247,9 @@ def _definition(text: str) -> tuple[str, str]:
 
 
 def sanitize(
+    part: Annotated[
+        list[str] | None, typer.Option(help="A stage, or another part of the kernels; repeatable. Default: all.")
+    ] = None,
     record: Annotated[Path | None, to_file(help="Also write the findings here, with GPU, versions, commit.")] = None,
     force: Force = False,
 ):
@@ -253,14 +257,15 @@ def sanitize(
     from moeblaze_ref.verify import sanitize as sanitizer
 
     with user_errors():
-        jobs = sanitizer.plan()
+        jobs = sanitizer.plan(part or ())
         if record:
             provenance.check_place(record, "sanitize", force)
-    # Side by side: each tool keeps the GPU idle most of the time.
-    findings = progress.run_with_bar("sanitizing", jobs, processes=len(jobs))
+    # Side by side: each keeps the GPU idle most of the time, while it compiles or looks at what ran.
+    findings = progress.run_with_bar("sanitizing", jobs, processes=min(len(jobs), os.cpu_count() or 1))
     for finding in findings:
         shown = finding.report[-1:] if finding.ok else finding.report[:40]
-        stdout().print(f"{finding.tool}: {'clean' if finding.ok else 'NOT CLEAN'}", *shown, sep="\n  ", markup=False)
+        said = f"{finding.tool}, {finding.part}: {'clean' if finding.ok else 'NOT CLEAN'}"
+        stdout().print(said, *shown, sep="\n  ", markup=False)
     if record:
         with user_errors():
             provenance.record(record, "sanitize", {"tools": [asdict(finding) for finding in findings]}, force)

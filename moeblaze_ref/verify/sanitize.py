@@ -9,7 +9,7 @@ import itertools
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import biases, combine, expert_down, gemm, packed, parallel
 from moeblaze_ref.backends.raw_cuda.dispatch import build_part
 from moeblaze_ref.backends.registry import BACKENDS, OpenStage, refusal
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.layouts import LAYOUTS, Layout
 from moeblaze_ref.core.structures import EMPTY
@@ -33,9 +34,10 @@ TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck"
 
 @dataclass(frozen=True)
 class Finding:
-    """A message of one tool."""
+    """A message of one tool on some kernels."""
 
     tool: str  #: one of ``TOOLS``
+    part: str  #: one of `parts`
     ok: bool  #: whether it found nothing, and the kernels ran to their end
     report: tuple[str, ...]  #: the lines that it printed
 
@@ -47,48 +49,68 @@ def cases() -> list[Case]:
     return [replace(ragged, policy="conventional"), replace(ungated, policy="inputs", renormalize=True)]
 
 
-def run_every_kernel(executor: Executor):
-    """Launch each kernel of kernels_cuda/ that this executor runs at least once; results are not looked at."""
-    raw = BACKENDS["simt"]  # any backend over raw_cuda: they differ in the executor alone
-
-    def opened(stage: str, version: str | None) -> OpenStage:
-        options = {"executor": executor, "version": version}
-        functions = {name: one for name, one in vars(raw.stage(stage)).items() if hasattr(one, "unchecked")}
-        unchecked = SimpleNamespace(**{name: one.unchecked for name, one in functions.items()})  # no sorts, no scans
-        return OpenStage(unchecked, nullcontext, executor.from_numpy, executor.to_numpy, options)
-
-    for stage in (stage for stage in raw.stages if stage in comparisons.RUN):
-        for version, dtypes in raw.versions(stage).items():
-            if refusal(executor, stage, version):
-                continue
-            for case, dtype in itertools.product(comparisons.extended(stage, version, cases()), dtypes):
-                run, _ = comparisons.comparison(stage, version)
-                run(opened(stage, version), case.astype(dtype))
-    for version in raw.versions("dispatch"):
-        opened("dispatch", version).build(random_topk(2_100, 7, 3), 7)
-        opened("dispatch", version).build(random_topk(300, 300, 32), 300)
-    if not refusal(executor, "expert_up", gemm.HOPPER):
-        for stage in ("expert_up", "expert_down", "block_sparse"):  # blocks that take more than one tile
-            case = comparisons.overflowing(stage, executor.multiprocessors)[-1]
-            comparisons.RUN[stage](opened(stage, gemm.HOPPER), case.astype("bfloat16"))
-    for version, layout, case in packed_runs(executor):
-        comparisons.run_packed(opened("expert_up", version), case, layout)
-    _run_biases(executor)
-    _run_lessons(executor)
-    _run_trips(executor)
+RAW = BACKENDS["simt"]  # any backend over raw_cuda: they differ in the executor alone
+OVERFLOWING = ("expert_up", "expert_down", "block_sparse")  # stages whose blocks can take more than one tile
 
 
-def packed_runs(executor: Executor) -> Iterator[tuple[str, Layout, Case]]:
-    """Every run of the experts whose weights lie as a model stores them: the version, the layout, and the case."""
-    for version, dtypes in packed.VERSIONS.items():
-        if refusal(executor, "packed", version):
+def parts() -> dict[str, Callable[[Executor], None]]:
+    """What launches each kernel of kernels_cuda/ that an executor runs at least once, in parts; each has a name."""
+    found: dict[str, Callable[[Executor], None]] = {
+        stage: functools.partial(_run_stage, stage) for stage in RAW.stages if stage in comparisons.RUN
+    }
+    found |= {f"packed {version}": functools.partial(_run_packed, version) for version in packed.VERSIONS}
+    return found | {"dispatch": _run_dispatch, "biases": _run_biases, "lessons": _run_lessons, "parallel": _run_trips}
+
+
+def run_every_kernel(executor: Executor) -> None:
+    """Run all `parts`; results are not looked at."""
+    for run in parts().values():
+        run(executor)
+
+
+def _opened(executor: Executor, stage: str, version: str | None) -> OpenStage:
+    options = {"executor": executor, "version": version}
+    functions = {name: one for name, one in vars(RAW.stage(stage)).items() if hasattr(one, "unchecked")}
+    unchecked = SimpleNamespace(**{name: one.unchecked for name, one in functions.items()})  # no sorts, no scans
+    return OpenStage(unchecked, nullcontext, executor.from_numpy, executor.to_numpy, options)
+
+
+def _run_stage(stage: str, executor: Executor) -> None:
+    """Launch the kernels of a stage in every version and dtype."""
+    for version, dtypes in RAW.versions(stage).items():
+        if refusal(executor, stage, version):
             continue
-        chosen = [case.astype(dtype) for case, dtype in itertools.product(cases(), dtypes)]
-        if version == gemm.HOPPER:  # blocks that take more than one tile
-            chosen += [case.astype("bfloat16") for case in comparisons.overflowing("packed", executor.multiprocessors)]
-        for case, layout in itertools.product(chosen, LAYOUTS.values()):
-            if is_gated(case.activation) or not layout.interleaved:
-                yield version, layout, case
+        for case, dtype in itertools.product(comparisons.extended(stage, version, cases()), dtypes):
+            run, _ = comparisons.comparison(stage, version)
+            run(_opened(executor, stage, version), case.astype(dtype))
+    if stage in OVERFLOWING and not refusal(executor, stage, gemm.HOPPER):
+        case = comparisons.overflowing(stage, executor.multiprocessors)[-1]
+        comparisons.RUN[stage](_opened(executor, stage, gemm.HOPPER), case.astype("bfloat16"))
+
+
+def _run_dispatch(executor: Executor) -> None:
+    """Launch the kernels of the dispatch, with few experts and with many."""
+    for version in RAW.versions("dispatch"):
+        for L, E, k in ((2_100, 7, 3), (300, 300, 32)):
+            _opened(executor, "dispatch", version).build(random_topk(L, E, k), E)
+
+
+def _run_packed(version: str, executor: Executor) -> None:
+    """Launch the kernels of experts whose weights lie as a model stores them."""
+    for layout, case in packed_runs(version, executor):
+        comparisons.run_packed(_opened(executor, "expert_up", version), case, layout)
+
+
+def packed_runs(version: str, executor: Executor) -> Iterator[tuple[Layout, Case]]:
+    """Every run of a version of the experts whose weights lie as a model stores them: the layout, and the case."""
+    if refusal(executor, "packed", version):
+        return
+    chosen = [case.astype(dtype) for case, dtype in itertools.product(cases(), packed.VERSIONS[version])]
+    if version == gemm.HOPPER:  # blocks that take more than one tile
+        chosen += [case.astype("bfloat16") for case in comparisons.overflowing("packed", executor.multiprocessors)]
+    for case, layout in itertools.product(chosen, LAYOUTS.values()):
+        if is_gated(case.activation) or not layout.interleaved:
+            yield layout, case
 
 
 def _run_biases(executor: Executor):
@@ -141,36 +163,39 @@ def _run_trips(executor: Executor):
     parallel.weigh_losses(part, part, part, executor)
 
 
-def run_on_gpu():
-    """`run_every_kernel` on the GPU, each array in an allocation of its own and nothing written beforehand."""
+def run_on_gpu(part: str) -> None:
+    """Run one of `parts` on the GPU, each array in an allocation of its own and nothing written beforehand."""
     import cupy
 
     from moeblaze_ref.runtime.cupy import CupyExecutor
 
     cupy.cuda.set_allocator(None)
-    run_every_kernel(CupyExecutor())
+    parts()[part](CupyExecutor())
     cupy.cuda.Device().synchronize()
 
 
-def plan() -> list[Callable[[], list[Finding]]]:
-    """One job a tool.
+def plan(chosen: Collection[str] = ()) -> list[Callable[[], list[Finding]]]:
+    """One job for each tool and each of the ``chosen`` parts, or of all; the first tool's come first.
 
     Raises
     ------
     ValueError
-        If there is no CUDA device, or no compute-sanitizer on the PATH.
+        If a part is unknown, there is no CUDA device, or no compute-sanitizer on the PATH.
     """
+    for part in chosen:
+        checks.check_name("part", part, parts())
     status = BACKENDS["cuda"].status()
     if not status.available:
         raise ValueError(f"compute-sanitizer needs the backend cuda: {status.detail}")
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         raise ValueError("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
-    return [functools.partial(_examine, sanitizer, tool) for tool in TOOLS]
+    each = itertools.product(TOOLS, chosen or parts())
+    return [functools.partial(_examine, sanitizer, tool, part) for tool, part in each]
 
 
-def _examine(sanitizer: str, tool: str) -> list[Finding]:
-    program = "from moeblaze_ref.verify.sanitize import run_on_gpu; run_on_gpu()"
+def _examine(sanitizer: str, tool: str, part: str) -> list[Finding]:
+    program = f"from moeblaze_ref.verify.sanitize import run_on_gpu; run_on_gpu({part!r})"
     command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", sys.executable, "-c", program]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    return [Finding(tool, result.returncode == 0, tuple(result.stdout.splitlines()))]
+    return [Finding(tool, part, result.returncode == 0, tuple(result.stdout.splitlines()))]

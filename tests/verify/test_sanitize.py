@@ -86,7 +86,11 @@ def test_no_kernel_is_left_out(monkeypatch):
     }
 
 
-PACKED_RUNS = list(sanitize.packed_runs(blocks_that_stay(2, seed=0)))
+PACKED_RUNS = [
+    (version, layout, case)
+    for version in packed.VERSIONS
+    for layout, case in sanitize.packed_runs(version, blocks_that_stay(2, seed=0))
+]
 
 
 def test_stored_weights_run_in_every_layout_version_and_dtype():
@@ -134,13 +138,21 @@ def test_without_the_tool_it_says_so(monkeypatch):
     assert "compute-sanitizer is not on the PATH" in result.output
 
 
-@pytest.mark.parametrize(("status", "verdict"), [(0, "memcheck: clean"), (9, "memcheck: NOT CLEAN")])
+@pytest.mark.parametrize(("status", "verdict"), [(0, "memcheck, biases: clean"), (9, "memcheck, biases: NOT CLEAN")])
 def test_a_finding_decides_the_verdict(status, verdict, monkeypatch, tmp_path):
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(f"#!/bin/sh\necho ========= ERROR SUMMARY\nexit {status}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(sanitize, "BACKENDS", {"cuda": SimpleNamespace(status=lambda: Status(True, "a GPU"))})
-    result = CliRunner().invoke(app, ["sanitize"])
+    result = CliRunner().invoke(app, ["sanitize", "--part", "biases", "--part", "dispatch"])
     assert result.exit_code == (1 if status else 0)
     assert verdict in result.output and "ERROR SUMMARY" in result.output
+    assert all(f"{tool}, {part}: " in result.output for tool in sanitize.TOOLS for part in ("biases", "dispatch"))
+    assert "packed" not in result.output
+
+
+def test_an_unknown_part_is_named():
+    result = CliRunner().invoke(app, ["sanitize", "--part", "bias"])
+    assert result.exit_code == 2
+    assert "unknown part 'bias'. Did you mean 'biases'?" in result.output

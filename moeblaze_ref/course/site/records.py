@@ -97,7 +97,8 @@ def page(folder: Path = DOCUMENT.with_suffix("")) -> str:
         return [record for name, record in found.items() if kind_of(name) in kinds]
 
     of_checks = [row for record in of("check", "gradients") for row in _checks(record)]
-    tools = [[tool["tool"], tool["report"][-1].strip("= ")] for record in of("sanitize") for tool in record["tools"]]
+    said = [(tool["tool"], tool["report"][-1].strip("= ")) for record in of("sanitize") for tool in record["tools"]]
+    tools = dict.fromkeys(said)  # of all parts of the kernels each once
     repeated = map(_repeated, of("tests"))
     columns = ["device", "backend", "stage", "dtype", "cases", "right", "largest error / allowed"]
     return _PAGE.format(
