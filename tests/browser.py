@@ -302,6 +302,7 @@ def _wait_for(explorer: Locator, number: int, ask: Callable[[str], Any], before:
 # The site ------------------------------------------------------------------------------------------------------------
 
 # As a text: of thousands of values Playwright would describe each by itself.
+OF_FILES = "/source/"  # in the address of a page with a file's text
 READ = """() => JSON.stringify({
     links: [...document.links].map(link => link.href),
     places: [...document.querySelectorAll("[id], a[name]")].flatMap(place => [place.id, place.name]),
@@ -418,11 +419,12 @@ def search(page: Page, word: str) -> None:
 
 
 def _read(page, address):
-    """What is on a page; of a file that is no page, that it is there."""
-    if address.endswith((".html", "/")):
+    """What is on a page; of a file's text, which has no script, its places; of anything else, that it is there."""
+    if address.endswith((".html", "/")) and OF_FILES not in address:
         response = page.goto(address)
         found = json.loads(page.evaluate(READ))
     else:
         response = page.request.get(address)
-        found = {"links": [], "places": [], "unseen": []}
+        places = re.findall(r' (?:id|name)="([^"]*)"', response.text()) if OF_FILES in address else []
+        found = {"links": [], "places": places, "unseen": []}
     return found | {"places": [*found["places"], ""] if response.ok else []}
