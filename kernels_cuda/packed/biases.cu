@@ -109,8 +109,8 @@ __device__ __forceinline__ void sum_of_expert(const Element* rows, int count, Sc
     sum_of_expert(rows, count, of_experts, n, E, row_of, add, [](int, int, float (&)[GROUP]) {});
 }
 
-// The sum over a warp's lanes of one of COUNT values, a power of two: lane l has that of value l % COUNT. At each step a
-// lane keeps half of its values and adds another lane's to them, so there are few steps.
+// The sum over a warp's lanes of one of COUNT values, a power of two: lane l has that of value l % COUNT. At each step
+// a lane keeps half of its values and adds another lane's to them, so there are few steps.
 template <int COUNT>
 __device__ __forceinline__ float warp_sums(float (&values)[COUNT]) {
 #pragma unroll
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum_of_expert(tile_sums, tiles, d_bias, n, E, [&](int i) { return WeightedRow{first + i}; });
 }
 
-// Sums of gate * d_out over an expert's rows. And <d_out, bias> of each row, in `terms` parts: one of a block's columns.
+// Sums of gate * d_out over an expert's rows. And <d_out, bias> of each row, in `terms` parts: one of each block.
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_down_bias(const Scalar* d_out, const Scalar* bias, const float* gate_of_row, const int* expert_token_indices,
                 const int* expert_token_offsets, Scalar* d_bias, float* gate_terms, int d, int E, int terms) {

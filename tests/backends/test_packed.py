@@ -236,9 +236,9 @@ FAULTS = {
         "gate terms of one tile": ("gridDim.y + place.column_tile] = term", "gridDim.y] = term"),
     },
     "7_persistent": {
-        "wrong major": ("false, !LAYOUT::TRANSPOSED>", "false, LAYOUT::TRANSPOSED>"),
-        "w1 twice": ("panel % RESULTS ? &w2 : &w1", "panel % RESULTS ? &w1 : &w1"),
-        "weights of the first expert": (": p, tile.expert);", ": p, 0);"),
+        "wrong major": ("false, !LAYOUT::TRANSPOSED, BIASED>", "false, LAYOUT::TRANSPOSED, BIASED>"),
+        "w1 twice": ("panel % RESULTS ? w2 : w1", "w1"),
+        "weights of the first expert": ("LAYOUT::TRANSPOSED ? at : p, expert);", "LAYOUT::TRANSPOSED ? at : p, 0);"),
         "one panel of down": ("&down, full, tile.column + panel * PANEL", "&down, full, tile.column"),
         "pairs of the first chunk twice": ("i < 2 ? a_chunk : b_chunk;\n        float", "a_chunk;\n        float"),
         "gate left out of gate * y_swi": ("packed<Scalar>(low.gated_y, high.gated_y)", "packed<Scalar>(0.0f, 0.0f)"),

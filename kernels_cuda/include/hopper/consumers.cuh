@@ -70,8 +70,8 @@ __device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage&
     wgmma_commit();
 }
 
-// Adds the product of a tile's next step, of some of the depth, to a consumer's sums. A stage is freed a step late, unless
-// there is no other: `read` is that of the step before.
+// Adds the product of a tile's next step, of some of the depth, to a consumer's sums. A stage is freed a step late,
+// unless there is no other: `read` is that of the step before.
 template <class Roles, int DEPTH, class Shared>
 __device__ __forceinline__ void take_step(Shared& shared, PipelineState<Shared::STAGES>& state, int step, int consumer,
                                           float (&sums)[TILE_COLUMNS / 2], int& read) {

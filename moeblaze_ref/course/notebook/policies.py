@@ -206,6 +206,7 @@ def _symbols(launch, config, lengths):
         "Y": int("y_swi" in written),
         "k": config.k,
         "terms": gemm.gate_terms(VERSION, config.h, TILE),
+        "more": 0,
         "blocks": _blocks(launch.kernel, config),
     }
 

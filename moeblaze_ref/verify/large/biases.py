@@ -5,7 +5,7 @@ import numpy as np
 from moeblaze_ref.backends.raw_cuda import biases, gemm
 from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.runtime import Executor
-from moeblaze_ref.runtime.sparse import Launch
+from moeblaze_ref.runtime.sparse import Launch, Parts
 from moeblaze_ref.verify.large.cases import Case, dispatch_of, exactly, last_block, values
 
 TALL, WIDTH = 2**22 + 1, 1024  # rows, and their elements
@@ -73,7 +73,7 @@ def _down_gradient(L: int, d: int, E: int) -> Case:
     d_out, gates, bias = values(3, 128), values(3), values(128, seed=1)
     given = _of_last_expert(L) | {"d_out": [(np.s_[-3:, COLUMNS], d_out)], "gate_of_row": [(np.s_[-3:], gates)]}
     given |= {"expert_token_indices": [(np.s_[-3:], np.arange(L - 3, L))], "bias": [(np.s_[-1, COLUMNS], bias)]}
-    expected = {
+    expected: dict[str, Parts] = {
         "d_bias": [(np.s_[-1:, COLUMNS], exactly(gates) @ exactly(d_out))],
         "gate_terms": [(np.s_[-3:, -1], exactly(d_out) @ exactly(bias))],
     }
