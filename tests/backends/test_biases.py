@@ -412,7 +412,7 @@ UP_FAULTS = {
             "barrier_wait(&shared.empty[state.stage], state.parity ^ 1);\n            fill.short",
             "fill.short",
         ),
-        "sums of the tile before": ("        sums.begin();\n", ""),
+        "sums of the tile before": ("Sums sums = of_tile;", "Sums& sums = const_cast<Sums&>(of_tile);"),
         "sums of one warp": ("for (int of = 0; of < EPILOGUE_WARPS", "for (int of = 0; of < 1"),
         "warps do not meet": ("        meet(0);\n", ""),
         "sums of a for b": ("sums[LAYOUT::INTERLEAVED ? 2 * element + 1", "sums[LAYOUT::INTERLEAVED ? 2 * element"),

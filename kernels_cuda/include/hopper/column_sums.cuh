@@ -16,16 +16,12 @@ struct ColumnSums {
     Barrier* met;    // all epilogue warps arrive there, twice a tile
     RowAhead* room;  // idle at the end of a tile
 
-    float sums[COUNT];  // of d_a and d_b, in the order in which they lie
+    float sums[COUNT] = {};  // of d_a and d_b, in the order in which they lie
 
     // Before the barriers of grouped_matmul are open.
     __device__ __forceinline__ ColumnSums(float* tile_sums, int h, HiddenShared& shared)
         : tile_sums(tile_sums), h(h), met(&shared.met), room(shared.ahead) {
         if (threadIdx.x == 0) barrier_init(met, EPILOGUE_WARPS);
-    }
-    __device__ __forceinline__ void begin() {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) sums[i] = 0.0f;
     }
     // The gradients of two neighbours, the i-th two of eight.
     __device__ __forceinline__ void add(int i, const HiddenPairs& gradients) {

@@ -57,7 +57,6 @@ struct HiddenShared : Shared<3, 1> {
 
 // What else the gradients of a tile's rows are for, if anything: see hopper/column_sums.cuh.
 struct NoSums {
-    __device__ __forceinline__ void begin() {}
     __device__ __forceinline__ void add(int, const HiddenPairs&) {}
     __device__ __forceinline__ void end(const RowTile&) const {}
 };
@@ -72,12 +71,11 @@ struct HiddenGradients {
     float* gate_terms;
     int h, pitch, y_pitch;
     RowAhead* ahead;  // in shared memory
-    Sums of_tile;
+    Sums of_tile;     // of none of its rows yet
 
     template <class Epilogue>
     __device__ __forceinline__ void operator()(const RowTile& tile, int, const Epilogue& epilogue) const {
         Sums sums = of_tile;
-        sums.begin();
 #pragma unroll 1
         for (int i = 0; i < Epilogue::COUNT; ++i) {
             const int first = epilogue.row(i), count = min(WARP_ROWS, tile.rows - first);
