@@ -4,9 +4,9 @@ import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import activation as reference
 from moeblaze_ref.backends.raw_cuda import activation, expert_down, expert_up, gemm, tiles
-from moeblaze_ref.runtime import ceil_div
+from moeblaze_ref.runtime import Executor, ceil_div
 from moeblaze_ref.runtime.sparse import ZEROS, Launch
-from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
+from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
 from moeblaze_ref.verify.large.experts import (
     VERSIONS,
     d_hidden,
@@ -32,7 +32,7 @@ def cases() -> list[Case]:
     hopper = [d_hidden(Layout(gemm.HOPPER, L=16, E=1, d=64, h=HOPPER_WIDE["d_hidden"], rows=16)), _d_w(), _d_w3()]
     sums = [_add_expert(layout(version)) for layout in (wide_model, tall) for version in ("2_tiled", "3_mma")]
     sums += [_add_rows(layout(version)) for layout in (wide_model, tall) for version in ("2_tiled", "3_mma")]
-    return [_act(), _d_gates(), *terms, *hopper, *sums, _round_sums(), _tall_tile()]
+    return [_act(), _d_gates(), _d_gates_of_more_terms(), *terms, *hopper, *sums, _round_sums(), _tall_tile()]
 
 
 def many_terms(version: str) -> Layout:
@@ -62,6 +62,22 @@ def _d_gates() -> Case:
 
     call = layout.call(expert_down.hidden_gradients.unchecked, activation="swiglu", version="1_naive")
     return Case("expert_down", "gates", f"R h: {layout}", "float32", launch, call)
+
+
+def _d_gates_of_more_terms() -> Case:
+    """The same slots, whose rows have more terms than d_hidden leaves."""
+    L, count, more = 2**22 + 4, 4, 1024
+    terms, others, last = values(count, 1), values(count, more, seed=1), np.s_[-count:]
+    given = {"gate_terms": [(last, terms[::-1])], "more_terms": [(last, others[::-1])]}
+    given |= {"token_index_map": [(last, L - 1 - np.arange(count))]}
+    sums = np.concatenate([exactly(terms), exactly(others)], axis=1).sum(axis=1, keepdims=True)
+    launch = Launch("d_gates", last_block, given, {"d_gates": [(last, sums)]})
+
+    def call(executor: Executor) -> None:
+        more_terms, gates = [executor.empty((L, width), "float32") for width in (more, 1)]
+        expert_down.gates_gradient(executor, dispatch_of(executor, L, 2, 1), gates, 1, lambda *_: more_terms)
+
+    return Case("expert_down", "gates", f"R more: L={L}, more={more}", "float32", launch, call)
 
 
 # ---- sums over a token's experts in the epilogue ----
