@@ -59,7 +59,7 @@ __device__ __forceinline__ int expert_of_block(int E) { return blockIdx.x % E; }
 __device__ __forceinline__ int columns_of_block(int E) { return blockIdx.x / E; }
 
 // sums (n,) of an expert: add(row, weight, sums) adds PACK columns of row_of(i) for i from 0 to count, and returns a
-// term. Of each GROUP of rows finish(i, count, terms) gets the lane's terms, that of row i + WARPS j in place j.
+// term. Of each GROUP of rows finish(i, stride, terms) gets the lane's terms, that of row i + stride j in place j.
 template <class Element, class RowOf, class Add, class Finish>
 __device__ __forceinline__ void sum_of_expert(const Element* rows, int count, Scalar* of_experts, int n, int E,
                                               RowOf row_of, Add add, Finish finish) {

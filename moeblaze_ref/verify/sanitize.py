@@ -128,6 +128,25 @@ def _run_biases(executor: Executor):
         biases.up_gradient_of_tiles(executor, tile_sums, dtype, routes)
         biases.down_gradients(executor, d_out, bias, expert_down.gates_of_rows(executor, routes, gates), routes)
 
+    for version in (version for version in packed.VERSIONS if not refusal(executor, "packed", version)):
+        _run_biased(version, executor)
+
+
+def _run_biased(version: str, executor: Executor) -> None:
+    """Launch the kernels of experts with biases, in every layout."""
+    case = cases()[0].astype(packed.VERSIONS[version][0])
+    E, d, h = case.weights.w1.shape
+    routes = build_by_sort(case.topk_experts, E).map(executor.from_numpy)
+    x, gates = executor.from_numpy(case.x), executor.from_numpy(case.logits[:, : case.k].copy())
+    for layout in LAYOUTS.values():
+        gate_up, down, up_bias, down_bias = [
+            executor.from_numpy(np.ones(shape, case.x.dtype))
+            for shape in (*layout.shapes(E, d, h, True), (E, 2 * h), (E, d))
+        ]
+        stage = packed.Packed(layout, True, executor, version, biases.Biases(up_bias, down_bias, ("up", "down")))
+        ab, _, _ = stage.project(x, gate_up, None, routes, "swiglu")
+        stage.hidden_gradients(x, gates, ab, None, down, routes, "swiglu")
+
 
 def _run_lessons(executor: Executor):
     """Launch the kernels that no stage uses."""
