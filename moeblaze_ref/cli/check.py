@@ -248,7 +248,7 @@ def _definition(text: str) -> tuple[str, str]:
 
 def sanitize(
     part: Annotated[
-        list[str] | None, typer.Option(help="A stage, or another part of the kernels; repeatable. Default: all.")
+        list[str] | None, typer.Option(help="A part of the kernels, such as a stage; repeatable. Default: all.")
     ] = None,
     record: Annotated[Path | None, to_file(help="Also write the findings here, with GPU, versions, commit.")] = None,
     force: Force = False,
@@ -257,11 +257,17 @@ def sanitize(
     from moeblaze_ref.verify import sanitize as sanitizer
 
     with user_errors():
-        jobs = sanitizer.plan(part or ())
+        rounds = sanitizer.rounds(part or ())
         if record:
             provenance.check_place(record, "sanitize", force)
-    # Side by side: each keeps the GPU idle most of the time, while it compiles or looks at what ran.
-    findings = progress.run_with_bar("sanitizing", jobs, processes=min(len(jobs), os.cpu_count() or 1))
+    # Side by side: each job keeps the GPU idle most of the time, while it compiles or looks at what ran.
+    cores = os.cpu_count() or 1
+    titles = "compiling", "sanitizing"
+    findings = [
+        finding
+        for title, jobs in zip(titles, rounds, strict=True)
+        for finding in progress.run_with_bar(title, jobs, min(len(jobs), cores))
+    ]
     for finding in findings:
         shown = finding.report[-1:] if finding.ok else finding.report[:40]
         said = f"{finding.tool}, {finding.part}: {'clean' if finding.ok else 'NOT CLEAN'}"

@@ -30,13 +30,14 @@ from moeblaze_ref.verify.cases import Case, make_case, random_topk
 
 # With each tool's options. CUDA's own bindings ask the driver for functions that it may not have: no error of ours.
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": (), "synccheck": ()}
+NO_TOOL = "no tool"
 
 
 @dataclass(frozen=True)
 class Finding:
     """A message of one tool on some kernels."""
 
-    tool: str  #: one of ``TOOLS``
+    tool: str  #: one of ``TOOLS``, or ``NO_TOOL``
     part: str  #: one of `parts`
     ok: bool  #: whether it found nothing, and the kernels ran to their end
     report: tuple[str, ...]  #: the lines that it printed
@@ -56,10 +57,30 @@ OVERFLOWING = ("expert_up", "expert_down", "block_sparse")  # stages whose block
 def parts() -> dict[str, Callable[[Executor], None]]:
     """What launches each kernel of kernels_cuda/ that an executor runs at least once, in parts; each has a name."""
     found: dict[str, Callable[[Executor], None]] = {
-        stage: functools.partial(_run_stage, stage) for stage in RAW.stages if stage in comparisons.RUN
+        f"{stage} {version}": functools.partial(_run_stage, stage, version)
+        for stage in RAW.stages
+        if stage in comparisons.RUN
+        for version in RAW.versions(stage)
     }
-    found |= {f"packed {version}": functools.partial(_run_packed, version) for version in packed.VERSIONS}
+    for version in packed.VERSIONS:
+        found[f"packed {version}"] = functools.partial(_run_packed, version)
+        found[f"biased {version}"] = functools.partial(_run_biased, version)
     return found | {"dispatch": _run_dispatch, "biases": _run_biases, "lessons": _run_lessons, "parallel": _run_trips}
+
+
+def parts_of(chosen: Collection[str]) -> list[str]:
+    """The parts that are named whole or by their first word; all if none is chosen.
+
+    Raises
+    ------
+    ValueError
+        If a name is neither.
+    """
+    all_parts = parts()
+    first_words = dict.fromkeys(part.split()[0] for part in all_parts)
+    for name in chosen:
+        checks.check_name("part", name, dict.fromkeys((*first_words, *all_parts)))
+    return [part for part in all_parts if not chosen or {part, part.split()[0]} & {*chosen}]
 
 
 def run_every_kernel(executor: Executor) -> None:
@@ -75,17 +96,17 @@ def _opened(executor: Executor, stage: str, version: str | None) -> OpenStage:
     return OpenStage(unchecked, nullcontext, executor.from_numpy, executor.to_numpy, options)
 
 
-def _run_stage(stage: str, executor: Executor) -> None:
-    """Launch the kernels of a stage in every version and dtype."""
-    for version, dtypes in RAW.versions(stage).items():
-        if refusal(executor, stage, version):
-            continue
-        for case, dtype in itertools.product(comparisons.extended(stage, version, cases()), dtypes):
-            run, _ = comparisons.comparison(stage, version)
-            run(_opened(executor, stage, version), case.astype(dtype))
-    if stage in OVERFLOWING and not refusal(executor, stage, gemm.HOPPER):
+def _run_stage(stage: str, version: str | None, executor: Executor) -> None:
+    """Launch the kernels of a stage in every dtype."""
+    if refusal(executor, stage, version):
+        return
+    run, _ = comparisons.comparison(stage, version)
+    dtypes = RAW.versions(stage)[version]
+    for case, dtype in itertools.product(comparisons.extended(stage, version, cases()), dtypes):
+        run(_opened(executor, stage, version), case.astype(dtype))
+    if stage in OVERFLOWING and version == gemm.HOPPER:
         case = comparisons.overflowing(stage, executor.multiprocessors)[-1]
-        comparisons.RUN[stage](_opened(executor, stage, gemm.HOPPER), case.astype("bfloat16"))
+        comparisons.RUN[stage](_opened(executor, stage, version), case.astype("bfloat16"))
 
 
 def _run_dispatch(executor: Executor) -> None:
@@ -128,12 +149,11 @@ def _run_biases(executor: Executor):
         biases.up_gradient_of_tiles(executor, tile_sums, dtype, routes)
         biases.down_gradients(executor, d_out, bias, expert_down.gates_of_rows(executor, routes, gates), routes)
 
-    for version in (version for version in packed.VERSIONS if not refusal(executor, "packed", version)):
-        _run_biased(version, executor)
-
 
 def _run_biased(version: str, executor: Executor) -> None:
     """Launch the kernels of experts with biases, in every layout."""
+    if refusal(executor, "packed", version):
+        return
     case = cases()[0].astype(packed.VERSIONS[version][0])
     E, d, h = case.weights.w1.shape
     routes = build_by_sort(case.topk_experts, E).map(executor.from_numpy)
@@ -193,28 +213,47 @@ def run_on_gpu(part: str) -> None:
     cupy.cuda.Device().synchronize()
 
 
-def plan(chosen: Collection[str] = ()) -> list[Callable[[], list[Finding]]]:
-    """One job for each tool and each of the ``chosen`` parts, or of all; the first tool's come first.
+def rounds(chosen: Collection[str] = ()) -> list[list[Callable[[], list[Finding]]]]:
+    """Two rounds of jobs for the ``chosen`` parts, or for all; the jobs of a round can run side by side.
+
+    In the first round every part runs without a tool. So its kernels are compiled once, and not by each tool. In the
+    second round every tool takes every part; the first tool's jobs come first.
 
     Raises
     ------
     ValueError
         If a part is unknown, there is no CUDA device, or no compute-sanitizer on the PATH.
     """
-    for part in chosen:
-        checks.check_name("part", part, parts())
+    names = parts_of(chosen)
     status = BACKENDS["cuda"].status()
     if not status.available:
         raise ValueError(f"compute-sanitizer needs the backend cuda: {status.detail}")
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         raise ValueError("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
-    each = itertools.product(TOOLS, chosen or parts())
-    return [functools.partial(_examine, sanitizer, tool, part) for tool, part in each]
+    return [
+        [functools.partial(_run_alone, part) for part in names],
+        [functools.partial(_examine, sanitizer, tool, part) for tool, part in itertools.product(TOOLS, names)],
+    ]
+
+
+def _run_alone(part: str) -> list[Finding]:
+    """Run a part in a process of its own; a finding only if it fails."""
+    found = _run(NO_TOOL, part)
+    return [] if found.ok else [found]
 
 
 def _examine(sanitizer: str, tool: str, part: str) -> list[Finding]:
+    return [_run(tool, part, sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9")]
+
+
+def _run(tool: str, part: str, *command: str) -> Finding:
     program = f"from moeblaze_ref.verify.sanitize import run_on_gpu; run_on_gpu({part!r})"
-    command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", sys.executable, "-c", program]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    return [Finding(tool, part, result.returncode == 0, tuple(result.stdout.splitlines()))]
+    result = subprocess.run(
+        [*command, sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return Finding(tool, part, result.returncode == 0, tuple(result.stdout.splitlines()))

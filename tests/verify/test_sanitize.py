@@ -138,13 +138,24 @@ def test_without_the_tool_it_says_so(monkeypatch):
     assert "compute-sanitizer is not on the PATH" in result.output
 
 
-@pytest.mark.parametrize(("status", "verdict"), [(0, "memcheck, biases: clean"), (9, "memcheck, biases: NOT CLEAN")])
-def test_a_finding_decides_the_verdict(status, verdict, monkeypatch, tmp_path):
+@pytest.fixture
+def gpu_with_tool(monkeypatch, tmp_path):
+    """A GPU that is there by its word alone, and a function that puts a script in the place of compute-sanitizer."""
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f"#!/bin/sh\necho ========= ERROR SUMMARY\nexit {status}\n")
-    tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(sanitize, "BACKENDS", {"cuda": SimpleNamespace(status=lambda: Status(True, "a GPU"))})
+
+    def put(status):
+        tool.write_text(f"#!/bin/sh\necho ========= ERROR SUMMARY\nexit {status}\n")
+        tool.chmod(0o755)
+
+    return put
+
+
+@pytest.mark.parametrize(("status", "verdict"), [(0, "memcheck, biases: clean"), (9, "memcheck, biases: NOT CLEAN")])
+def test_a_finding_decides_the_verdict(status, verdict, gpu_with_tool, monkeypatch):
+    gpu_with_tool(status)
+    monkeypatch.setattr(sanitize, "_run_alone", functools.partial(dict.fromkeys, ()))  # no findings; can be pickled
     result = CliRunner().invoke(app, ["sanitize", "--part", "biases", "--part", "dispatch"])
     assert result.exit_code == (1 if status else 0)
     assert verdict in result.output and "ERROR SUMMARY" in result.output
@@ -152,7 +163,21 @@ def test_a_finding_decides_the_verdict(status, verdict, monkeypatch, tmp_path):
     assert "packed" not in result.output
 
 
+def test_a_part_that_fails_by_itself_is_a_finding(gpu_with_tool):
+    gpu_with_tool(0)
+    result = CliRunner().invoke(app, ["sanitize", "--part", "dispatch"])  # there is no CuPy to run it
+    assert result.exit_code == 1
+    assert "no tool, dispatch: NOT CLEAN" in result.output and "memcheck, dispatch: clean" in result.output
+    assert "Error" in result.output
+
+
+def test_a_first_word_names_all_its_parts():
+    assert sanitize.parts_of(["packed"]) == [f"packed {version}" for version in packed.VERSIONS]
+    assert sanitize.parts_of(["biases", f"expert_up {HOPPER}"]) == [f"expert_up {HOPPER}", "biases"]
+    assert sanitize.parts_of([]) == [*sanitize.parts()]
+
+
 def test_an_unknown_part_is_named():
-    result = CliRunner().invoke(app, ["sanitize", "--part", "bias"])
+    result = CliRunner().invoke(app, ["sanitize", "--part", "biase"])
     assert result.exit_code == 2
-    assert "unknown part 'bias'. Did you mean 'biases'?" in result.output
+    assert "unknown part 'biase'. Did you mean 'biase" in result.output
