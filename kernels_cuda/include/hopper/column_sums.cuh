@@ -13,7 +13,7 @@ struct ColumnSums {
     static constexpr int COUNT = 2 * CHUNK;
     float* tile_sums;
     int h;
-    Barrier* met;    // all epilogue warps arrive there, twice a tile
+    Barrier* met;    // all epilogue threads arrive there, twice a tile
     RowAhead* room;  // idle at the end of a tile
 
     float sums[COUNT] = {};  // of d_a and d_b, in the order in which they lie
@@ -21,7 +21,7 @@ struct ColumnSums {
     // Before the barriers of grouped_matmul are open.
     __device__ __forceinline__ ColumnSums(float* tile_sums, int h, HiddenShared& shared)
         : tile_sums(tile_sums), h(h), met(&shared.met), room(shared.ahead) {
-        if (threadIdx.x == 0) barrier_init(met, EPILOGUE_WARPS);
+        if (threadIdx.x == 0) barrier_init(met, EPILOGUE_WARPS * WARP);
     }
     // The gradients of two neighbours, the i-th two of eight.
     __device__ __forceinline__ void add(int i, const HiddenPairs& gradients) {
@@ -55,10 +55,10 @@ struct ColumnSums {
             *reinterpret_cast<float4*>(tile_sums + packed_at(row, projection, element + further, h)) = total;
         }
     }
-    // All epilogue warps are here.
+    // All epilogue threads are here. Each arrives for itself: compute-sanitizer does not see what __syncwarp() would
+    // order before an arrival of one lane for its warp.
     __device__ __forceinline__ void meet(unsigned parity) const {
-        __syncwarp();
-        if (lane_id() == 0) barrier_arrive(met);
+        barrier_arrive(met);
         barrier_wait(met, parity);
     }
 };
