@@ -28,8 +28,9 @@ from moeblaze_ref.runtime import Executor
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case, make_case, random_topk
 
-# With each tool's options. CUDA's own bindings ask the driver for functions that it may not have: no error of ours.
-TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": (), "synccheck": ()}
+# With each tool's options, the slowest first. CUDA's own bindings ask the driver for functions that it may not have: no
+# error of ours.
+TOOLS = {"racecheck": (), "initcheck": (), "memcheck": ("--report-api-errors", "no"), "synccheck": ()}
 NO_TOOL = "no tool"
 
 
