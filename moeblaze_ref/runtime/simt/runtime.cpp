@@ -139,6 +139,15 @@ __attribute__((tls_model("initial-exec"))) thread_local Range unseen = EVERYTHIN
 
 void thread_body();
 
+// The file of a kernel. It is looked up once: the search goes through all libraries of the process, and none is ever
+// unloaded.
+const KernelFile& file_of(SimtEntry entry) {
+    static std::mutex mutex;
+    static std::map<SimtEntry, KernelFile> files;
+    const std::lock_guard<std::mutex> lock(mutex);
+    return files.try_emplace(entry, entry).first->second;
+}
+
 // One operating-system thread's share of a launch: runs blocks one after another.
 struct Worker {
     const SimtLaunch* launch;
@@ -212,7 +221,7 @@ struct Worker {
         observed = next->recorder || next->seed;
         dynamic_memory.resize(next->dynamic_shared_bytes + 128);
         const uint64_t start = (uint64_t(dynamic_memory.data()) + 127) / 128 * 128;
-        const KernelFile file(next->entry);
+        const KernelFile& file = file_of(next->entry);
         image = file.image;
         num_threads = next->block.x * next->block.y * next->block.z;
         block_memory.place(file.static_shared(), {start, next->dynamic_shared_bytes}, num_threads);
@@ -968,7 +977,7 @@ void simt_trap(SimtSite site) {
     worker->stop();
 }
 
-uint64_t simt_static_shared_bytes(SimtEntry entry) { return KernelFile(entry).shared_bytes; }
+uint64_t simt_static_shared_bytes(SimtEntry entry) { return file_of(entry).shared_bytes; }
 
 int simt_launch(SimtLaunch* launch) {
     Grid grid(launch);
