@@ -5,6 +5,7 @@ those of the API among them, exist there only. ``python -m moeblaze_ref.course.s
 """
 
 import argparse
+import gc
 import itertools
 import shutil
 from pathlib import Path
@@ -69,6 +70,7 @@ def build(site: Path = SITE) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     gather(pages)
     frames.draw_all(sorted(ROOT.glob("notebooks/*.ipynb")), site / frames.FOLDER)
+    gc.set_threshold(100_000)  # what Sphinx reads stays: to look through it for garbage took a fourth of the time
     # In one process: each of several would import and parse the package's modules again.
     strict = ["--fail-on-warning", "--quiet", "-c", str(ROOT / "docs"), "-d", str(doctrees)]
     status = sphinx([*strict, str(pages), str(site)])
