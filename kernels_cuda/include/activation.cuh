@@ -44,7 +44,7 @@ struct gelu_tanh : plain_factor {
 
 struct relu : plain_factor {
     static constexpr bool gated = false;
-    static __device__ float act(float a) { return fmaxf(a, 0.0f); }
+    static __device__ float act(float a) { return max_or_nan(a, 0.0f); }       // NaN stays NaN, as in torch
     static __device__ float slope(float a) { return a > 0.0f ? 1.0f : 0.0f; }  // 0 at the kink, as in torch
 };
 
@@ -73,7 +73,7 @@ struct clamped_swiglu {
     static __device__ float act(float a) { return at_most(a) * sigmoid(ALPHA * at_most(a)); }
     static __device__ float slope(float a) {
         const float s = sigmoid(ALPHA * at_most(a));
-        return a > LIMIT ? 0.0f : s * (1.0f + ALPHA * a * (1.0f - s));
+        return a > LIMIT ? 0.0f : s + ALPHA * (s * a) * (1.0f - s);  // s * a stays finite
     }
     static __device__ float factor(float b) { return max_or_nan(at_most(b), -LIMIT) + 1.0f; }
     static __device__ float factor_slope(float b) { return fabsf(b) > LIMIT ? 0.0f : 1.0f; }

@@ -66,12 +66,12 @@ def experts(
     down : Tensor
         The down-projection, in the shape of the layout.
     topk_index : Tensor (L, k), int64 or int32
-        Expert ids in 0..E-1, distinct in a row. With ``first``, any ids.
+        Expert ids in 0..E-1, distinct in a row. With ``first`` also others, which need not be distinct.
     topk_weights : Tensor (L, k), float32, bfloat16 or float16
         What each chosen expert's output is multiplied by.
     activation : str
         One of ``config.EXPERT_ACTIVATIONS``. ``clamped_swiglu`` is gpt-oss's: g * sigmoid(1.702 g) * (u + 1), for a
-        gate g of at most 7 and a second projection u in -7..7. Where one is clamped its gradient is 0.
+        gate g of at most 7 and a second projection u in -7..7. Where a finite one is clamped its gradient is 0.
     policy : str
         What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
     layout : str
@@ -84,7 +84,7 @@ def experts(
         - ``separate``: gate_up is a tuple of two (E, d, h), or one for the ungated activations; down (E, h, d).
           `MoELayer`.
     version : str, optional
-        As in `MoELayer`; but in ``separate``, one of ``packed.VERSIONS``.
+        In ``separate`` as in `MoELayer`. In the other layouts one of ``packed.VERSIONS``.
     first : int, optional
         The id of the first expert that is here, where others are on other ranks. Ids outside
         ``first``..``first + E - 1`` are skipped: they add nothing to the output, and their weights have a gradient of
@@ -169,8 +169,7 @@ class Experts(nn.Module):
         bias: bool = False,
     ):
         super().__init__()
-        for name, size in {"E": E, "d": d, "h": h}.items():
-            checks.check_int(name, size, at_least=1)
+        _check_sizes(E, d, h)
         if dtype is not None and dtype not in DTYPES:
             raise TypeError(f"dtype is {dtype}, but it must be {either(DTYPES)}")
         checks.check_type("bias", bias, bool)
@@ -196,7 +195,8 @@ class Experts(nn.Module):
         E = self.gate_up.shape[0]
         d, h = LAYOUTS[self.layout].widths(self.gate_up, is_gated(self.activation))
         sizes = f"E={E}, d={d}, h={h}, bias={self.down_bias is not None}"
-        return f"{sizes}, activation={self.activation}, policy={self.policy}, layout={self.layout}"
+        choices = f"activation={self.activation}, policy={self.policy}, layout={self.layout}"
+        return f"{sizes}, {choices}" + (f", version={self.version}" if self.version else "")
 
 
 class ExpertOperands(NamedTuple):
@@ -236,7 +236,7 @@ def _run(
     k = _check_routing_weights(topk_weights, x)
     checks.check_kernel_limits(w1.shape[0], k)
     if first is not None:
-        checks.check_int("first", first, at_least=0)
+        first = checks.check_int("first", first, at_least=0, at_most=torch.iinfo(torch.int32).max)
     routing = local_ids(topk_index, x, k, w1.shape[0], first)
     in_place = [bias if bias is None else torch_operands.aligned(bias.contiguous()) for bias in cast_biases]
     operands = ExpertOperands(w1, w2, w3, topk_weights.contiguous(), *in_place)
@@ -321,10 +321,10 @@ def _named(
     named: dict[str, Any] = {"gate_up": gate_up, "no second projection": None, "down": down}
     if layout == SEPARATE and is_gated(activation):
         if not (isinstance(gate_up, tuple) and len(gate_up) == 2):
-            raise TypeError(f"gate_up is a {type(gate_up).__name__}, but in layout separate it must be a tuple of two")
+            raise TypeError(f"gate_up is {checks.kind(gate_up)}, but in layout separate it must be a tuple of two")
         named = {"gate_up[0]": gate_up[0], "gate_up[1]": gate_up[1], "down": down}
     for name, tensor in named.items():
-        if tensor is not None:
+        if name != "no second projection":
             checks.check_type(name, tensor, Tensor)
     return named
 
@@ -395,7 +395,8 @@ def _check_packed(weights: torch_operands.Named, activation: str, layout: str) -
 
 
 def _check_sizes(E: int, d: int, h: int) -> None:
-    for name, size in {"E": E, "d": d, "h": h}.items():
+    checks.check_int("E", E, at_least=1, at_most=checks.MAX_EXPERTS)
+    for name, size in {"d": d, "h": h}.items():
         checks.check_int(name, size, at_least=1)
 
 
@@ -414,5 +415,6 @@ def _check_routing_weights(topk_weights: Tensor, x: Tensor) -> int:
         raise TypeError(f"topk_weights has dtype {topk_weights.dtype}, but it must be {either(WEIGHTS)}")
     if topk_weights.device != x.device:
         raise ValueError(f"topk_weights is on {topk_weights.device}, but x is on {x.device}")
+    torch_operands.check_strided("topk_weights", topk_weights)
     checks.check_shape("topk_weights", topk_weights, {"L": x.numel() // x.shape[-1], "k": None})
     return topk_weights.shape[1]

@@ -35,10 +35,17 @@ def check_kinds(x: Tensor, weights: Named, owner: str, dtypes: tuple[torch.dtype
             continue
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {either(dtypes)}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} has layout {tensor.layout}, but it must be {torch.strided}")
+        check_strided(name, tensor)
         if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
+            raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move one of them")
+
+
+def check_strided(name: str, tensor: Tensor) -> None:
+    """A tensor is neither sparse nor nested."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}, but it must be {torch.strided}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor, but it must be a plain one")
 
 
 def check_width(x: Tensor, width: int) -> None:
@@ -122,4 +129,5 @@ def check_routing_tensor(name: str, experts: Tensor, x: Tensor, k: int, dtypes: 
         raise TypeError(f"{name} has dtype {experts.dtype}, but it must be {either(dtypes)}")
     if experts.device != x.device:
         raise ValueError(f"{name} is on {experts.device}, but x is on {x.device}")
+    check_strided(name, experts)
     checks.check_shape(name, experts, {"L": x.numel() // x.shape[-1], "k": k})

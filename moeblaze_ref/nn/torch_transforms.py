@@ -24,7 +24,8 @@ def refuse_transform(layer: str) -> None:
     """Raise RuntimeError if torch.jit.trace is running, or a transform under which the ``layer`` (its name) cannot."""
     if tracing():
         raise RuntimeError(
-            f"torch.jit.trace cannot record {layer}: save its state_dict, and load it into a {layer} where it runs"
+            f"torch.jit.trace cannot record {layer}: to run it elsewhere, save the state_dict of the module that "
+            "has its weights"
         )
     transform = torch._C._functorch.peek_interpreter_stack().key().name
     if transform in _INSTEAD:

@@ -23,5 +23,6 @@ def refuse_export(layer: str) -> None:
     """Raise RuntimeError under ``torch.export``: an exported program cannot hold the layer."""
     if torch.compiler.is_exporting():
         raise RuntimeError(
-            f"torch.export cannot export {layer}: save its state_dict, and load it into a {layer} where it runs"
+            f"torch.export cannot export {layer}: to run it elsewhere, save the state_dict of the module that has its "
+            "weights"
         )

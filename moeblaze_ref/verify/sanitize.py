@@ -152,21 +152,19 @@ def _run_biases(executor: Executor):
 
 
 def _run_biased(version: str, executor: Executor) -> None:
-    """Launch the kernels of experts with biases, in every layout."""
-    if refusal(executor, "packed", version):
-        return
-    case = cases()[0].astype(packed.VERSIONS[version][0])
-    E, d, h = case.weights.w1.shape
-    routes = build_by_sort(case.topk_experts, E).map(executor.from_numpy)
-    x, gates = executor.from_numpy(case.x), executor.from_numpy(case.logits[:, : case.k].copy())
-    for layout in LAYOUTS.values():
+    """Launch the kernels that biases change, in every run of `packed_runs`."""
+    for layout, case in packed_runs(version, executor):
+        E, d, h = case.weights.w1.shape
+        gated = is_gated(case.activation)
+        routes = build_by_sort(case.topk_experts, E).map(executor.from_numpy)
+        x, gates = executor.from_numpy(case.x), executor.from_numpy(case.logits[:, : case.k].copy())
         gate_up, down, up_bias, down_bias = [
             executor.from_numpy(np.ones(shape, case.x.dtype))
-            for shape in (*layout.shapes(E, d, h, True), (E, 2 * h), (E, d))
+            for shape in (*layout.shapes(E, d, h, gated), (E, h * (1 + gated)), (E, d))
         ]
-        stage = packed.Packed(layout, True, executor, version, biases.Biases(up_bias, down_bias, ("up", "down")))
-        ab, _, _ = stage.project(x, gate_up, None, routes, "swiglu")
-        stage.hidden_gradients(x, gates, ab, None, down, routes, "swiglu")
+        stage = packed.Packed(layout, gated, executor, version, biases.Biases(up_bias, down_bias, ("up", "down")))
+        ab, _, _ = stage.project(x, gate_up, None, routes, case.activation)
+        stage.hidden_gradients(x, gates, ab, None, down, routes, case.activation)
 
 
 def _run_lessons(executor: Executor):

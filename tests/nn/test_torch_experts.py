@@ -12,7 +12,7 @@ from torch_layers import all_equal, make_layer, make_x
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated, preset
+from moeblaze_ref.core.config import ACTIVATIONS, EXPERT_ACTIVATIONS, POLICIES, is_gated, preset
 from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.memory import measure
 from moeblaze_ref.nn import Experts, MoELayer, experts, oracle, torch_node
@@ -195,6 +195,24 @@ def test_the_clamped_activation_without_biases(layout):
     with torch.no_grad():
         inputs.x.mul_(5.0)
     check_biased(inputs if layout == "separate" else inputs.stored(layout))
+
+
+@pytest.mark.parametrize("activation", EXPERT_ACTIVATIONS)
+def test_a_gate_that_is_nan_shows_in_the_output(activation):
+    inputs = make(activation).stored("linear")
+    bias = torch.zeros(E, inputs.gate_up.shape[1])
+    bias[0, 0] = torch.nan
+    out = replace(inputs, gate_up_bias=bias).call(activation=activation)
+    assert torch.equal(out.isnan(), (inputs.topk_index == 0).any(1)[:, None].expand_as(out))
+
+
+@pytest.mark.parametrize("gate", [-3e38, -2.2e38, 3e38])
+def test_a_large_gate_of_the_clamped_activation_has_a_gradient_of_0(gate):
+    inputs = make_biased()
+    with torch.no_grad():
+        inputs.gate_up_bias[:, ::2] = gate
+    d_bias = step(inputs.call(activation="clamped_swiglu"), [inputs.gate_up_bias])[1]
+    assert not d_bias[:, ::2].any() and d_bias.isfinite().all()
 
 
 def test_biases_of_experts_without_tokens():
@@ -626,7 +644,26 @@ REFUSED = {
     "no experts": (
         {"gate_up": (torch.ones(0, D, H),) * 2, "down": torch.ones(0, H, D)},
         ValueError,
-        "E is 0, but it must be >= 1",
+        "E is 0, but it must be 1..1024",
+    ),
+    "more experts than a kernel takes": (
+        {"gate_up": (torch.ones(1025, 1, 1),) * 2, "down": torch.ones(1025, 1, 1)},
+        ValueError,
+        "E is 1025, but it must be 1..1024",
+    ),
+    "no down": ({"down": None}, TypeError, "down is None, but it must be a Tensor"),
+    "no gate": ({"gate_up": None}, TypeError, "gate_up is None, but in layout separate it must be a tuple of two"),
+    "no up": ({"gate_up": (torch.ones(E, D, H), None)}, TypeError, r"gate_up\[1\] is None, but it must be a Tensor"),
+    "a number for weights": ({"gate_up": 3}, TypeError, "gate_up is an int, but in layout separate it must be a"),
+    "sparse ids": (
+        {"topk_index": make().topk_index.to_sparse()},
+        TypeError,
+        "topk_index has layout torch.sparse_coo, but it must be torch.strided",
+    ),
+    "sparse routing weights": (
+        {"topk_weights": torch.ones(L, 3).to_sparse()},
+        TypeError,
+        "topk_weights has layout torch.sparse_coo, but it must be torch.strided",
     ),
     "a weight that would be copied": (
         {"down": torch.ones(E, D, H).mT},
@@ -677,6 +714,8 @@ REFUSED_STORED = {
         ValueError,
         r"gate_up is not contiguous \(strides \(768, 1, 48\)\), and no copy of a weight is made",
     ),
+    "no gate_up": ({"gate_up": None}, TypeError, "gate_up is None, but it must be a Tensor"),
+    "no down": ({"down": None}, TypeError, "down is None, but it must be a Tensor"),
     "no width": ({"gate_up": torch.ones(E, 0, D)}, ValueError, "h is 0, but it must be >= 1"),
 }
 
@@ -714,6 +753,13 @@ def test_biases_that_do_not_fit_are_refused(name):
     with pytest.raises(error, match=message) as refused:
         replace(make_biased(), **changes).call()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_bias_is_refused():
+    nested = torch.nested.nested_tensor([torch.ones(D)] * E)
+    with pytest.raises(TypeError, match="down_bias is a nested tensor, but it must be a plain one"):
+        replace(make_biased(), down_bias=nested).call()
 
 
 def test_weights_in_tensors_of_their_own_have_no_biases():
@@ -771,10 +817,16 @@ def test_a_rank_may_have_no_row():
     assert not any(tensor.any() for tensor in (out, *gradients))
 
 
+@pytest.mark.parametrize("first", [2**31, 2**64 - 1, 2**64])
+def test_a_first_expert_that_no_id_can_name_is_refused(first):
+    with pytest.raises(ValueError, match=f"first is {first}, but it must be 0..2147483647"):
+        make().call(first=first)
+
+
 def test_ids_of_a_rank_must_be_distinct_too():
     with pytest.raises(ValueError, match=r"topk_index\[4\] names expert 2 twice"):
         replace(make(), **a_repeated_id()).call(first=0)
-    with pytest.raises(ValueError, match="first is -1, but it must be >= 0"):
+    with pytest.raises(ValueError, match="first is -1, but it must be 0..2147483647"):
         make().call(first=-1)
 
 
@@ -790,6 +842,7 @@ def test_the_module_is_the_function_with_weights_of_its_own(layout):
     assert torch.equal(out, same.call())
     check(same)
     assert f"layout={layout}" in repr(module) and "E=5, d=16, h=24, bias=False" in repr(module)
+    assert "version=2_tiled" in repr(Experts(E, D, H, layout=layout, version="2_tiled"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -806,7 +859,8 @@ def test_the_module_with_biases_is_the_function(layout):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"E": 0}, ValueError, "E is 0, but it must be >= 1"),
+        ({"E": 0}, ValueError, "E is 0, but it must be 1..1024"),
+        ({"E": 2000}, ValueError, "E is 2000, but it must be 1..1024"),
         ({"h": 2.5}, TypeError, "h is 2.5"),
         ({"layout": "separate"}, ValueError, "unknown layout 'separate'.* Valid: linear, matmul, interleaved"),
         ({"dtype": torch.float64}, TypeError, "dtype is torch.float64, but it must be torch.float32"),
@@ -844,7 +898,7 @@ def test_more_routed_rows_than_int32_numbers_are_refused(monkeypatch):
 
 def test_more_experts_than_the_kernels_take_are_refused():
     count = checks.MAX_EXPERTS + 1
-    with pytest.raises(ValueError, match="num_experts is 1025, but it must be 1..1024"):
+    with pytest.raises(ValueError, match="E is 1025, but it must be 1..1024"):
         make(tokens=2, E=count, d=8, h=8).call()
 
 

@@ -75,7 +75,7 @@ def _gelu_tanh_slope(a):
 
 @cuda.jit(device=True)
 def _relu(a):
-    return max(a, ZERO)
+    return ZERO if a <= ZERO else a  # NaN stays NaN, as in torch
 
 
 @cuda.jit(device=True)
