@@ -88,6 +88,16 @@ class SummedInFewBits(PlainExperts):
         return y * gate.to(y.dtype)
 
 
+class RoundedTokens(PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        return super().forward(x.bfloat16().to(x.dtype), topk_index, topk_weights)
+
+
+class RoundedOutputs(PlainExperts):
+    def expert(self, e, rows, gate):
+        return super().expert(e, rows, gate).bfloat16().to(rows.dtype)
+
+
 class AddedInFewBits(PlainExperts):
     """Its hook rounds the gradient that has been added up."""
 
@@ -625,6 +635,8 @@ MUTANTS = {
     "few bits of a gradient": Mutant(moe(experts_kind=RoundedGradient), "too few bits"),
     "few bits of a sum": Mutant(experts(SummedInFewBits), "too few bits"),
     "few bits of a sum, router inside": Mutant(moe(experts_kind=SummedInFewBits), "too few bits"),
+    "few bits of tokens, router inside": Mutant(moe(experts_kind=RoundedTokens), "too few bits"),
+    "few bits of outputs, router inside": Mutant(moe(experts_kind=RoundedOutputs), "too few bits"),
     "few bits of gradients that add up": Mutant(experts(AddedInFewBits), "too few bits"),
     "cached dispatch": Mutant(experts(CachedDispatch), "state of an earlier step"),
     "one buffer": Mutant(experts(OneBuffer), "sizes of an earlier step"),

@@ -160,6 +160,18 @@ def test_an_error_that_no_class_explains_leaves_the_name_of_a_bug():
     assert "no gradients wanted" in raised and verdict.bug_class == "strides ignored"
 
 
+class Doubling(plain.PlainExperts):
+    def forward(self, x, topk_index, topk_weights):
+        x.data.mul_(2)
+        return super().forward(x, topk_index, topk_weights)
+
+
+def test_a_layer_that_is_wrong_because_it_changes_x_says_that_it_does():
+    verdict = verdict_on(partial(plain.experts, kind=Doubling))
+    assert verdict.bug_class == UNKNOWN and "also wrong: inputs after a step, random: it changes x" in str(verdict)
+    assert verdict.not_supported == ()
+
+
 def test_every_class_has_a_mutant():
     """The names are unique; a class that no mutant has cannot be believed. Large layers have tests of their own."""
     names = [bug.name for bug in diagnosis.CLASSES if bug.ways != {large.WAY}]
@@ -1075,7 +1087,7 @@ def test_an_unknown_router_is_said_with_the_line_that_names_it():
         (
             None,
             lambda x: x,
-            r"the layer takes \(x\), but it is called with x, topk_index, topk_weights: has it a router inside\? "
+            r"the layer takes \(x\), but it is called with x, topk_index, topk_weights: does it have a router inside\? "
             "Then give router, such as router='mixtral'",
         ),
         (

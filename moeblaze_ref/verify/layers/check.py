@@ -203,7 +203,7 @@ class _Check(NamedTuple):
     device: str
 
     def verdict(self, seeds: int, large: bool) -> Generator[str, None, Verdict]:
-        """Run everything, and name what is wrong. A layer that is wrong in a plain step runs in no other way."""
+        """Run everything, and name what is wrong. A layer that is wrong in a plain step runs in one other way alone."""
         patterns = cases.patterns_for(self.adapter)
         evidence: list[Evidence] = []
         steps: list[Finding] = []
@@ -212,11 +212,14 @@ class _Check(NamedTuple):
                 steps += yield from self._run(PLAIN, ways.plain, pattern, seed, evidence)
         of_ways: list[Evidence] = []
         refused = ways.refused(self.adapter)
-        others = (yield from self._ways(patterns, refused, of_ways, large)) if _right(steps) else []
+        if _right(steps):
+            others = yield from self._ways(patterns, refused, of_ways, large)
+        else:
+            others = yield from self._changed(steps, patterns)
         yield self._begun("the same step twice", patterns[0].name)
         same = self._is_deterministic(patterns[0])
         bug_class = _class_of_ways(others, of_ways) if _right(steps) else _class_of(steps, evidence)
-        if _lacks(others, ways.EMPTY):
+        if _right(steps) and _lacks(others, ways.EMPTY):
             refused = (*refused, ways.EMPTY)
         return Verdict(self._name, (*steps, *others), bug_class, same, self.adapter.deterministic, refused)
 
@@ -240,6 +243,13 @@ class _Check(NamedTuple):
         if large:
             found += yield from self._large_steps()
         return found
+
+    def _changed(self, steps: Sequence[Finding], patterns: Sequence[Pattern]) -> Begun:
+        """A finding if a layer that is wrong in plain steps changes what it is given: that may be why it is wrong."""
+        wrong = {finding.case for finding in steps if not finding.ok}
+        pattern = next(pattern for pattern in patterns if pattern.name in wrong)
+        found = yield from self._run(ways.UNCHANGED, ways.unchanged, pattern, 0, [])
+        return [finding for finding in found if finding.fault.startswith("changes ")]
 
     def _sizes_alone(self, found: Sequence[Finding], patterns: Sequence[Pattern], evidence: list[Evidence]) -> Begun:
         """If other sizes are wrong, plain steps of these sizes in new layers: is it the size, or what came before?"""
@@ -299,8 +309,8 @@ def _right(findings: Iterable[Finding]) -> bool:
 
 
 def _lacks(findings: Sequence[Finding], way: str) -> bool:
-    """Whether ways were run, and this one has nothing to show: the layer refused it."""
-    return bool(findings) and all(finding.way != way for finding in findings)
+    """Whether this way has nothing to show: the layer refused it."""
+    return all(finding.way != way for finding in findings)
 
 
 def _class_of(steps: Iterable[Finding], evidence: Sequence[Evidence]) -> str:

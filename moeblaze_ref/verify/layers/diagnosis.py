@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from moeblaze_ref.verify.layers import cases, large, predictions, reference
 from moeblaze_ref.verify.layers.deviations import PARTS, Deviation, Wanted, deviations, worst, wrong_parts
@@ -189,7 +190,12 @@ def _error(exact: Results, found: Results) -> Tensor:
 
 
 def _cosine(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    return float(torch.cosine_similarity(torch.cat([*a]), torch.cat([*b]), dim=0))
+    """Return the cosine of the errors of all cases, each case's of length one: the largest would decide alone.
+
+    A router's gradient of one token has one direction, up or down. So its errors are alike, or opposite, by chance.
+    """
+    one, other = (torch.cat([normalize(errors, dim=0) for errors in of_cases]) for of_cases in (a, b))
+    return float(torch.cosine_similarity(one, other, dim=0))
 
 
 def not_finite(evidence: Sequence[Evidence]) -> bool:

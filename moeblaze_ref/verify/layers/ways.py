@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 AUTOCAST, COMPILE, GRAPH = "autocast", "torch.compile", "a replayed CUDA graph"
 STRIDED, TRANSPOSED = "a strided x", "a transposed x"
-TWO_BACKWARDS = "a second backward"
+TWO_BACKWARDS, UNCHANGED = "a second backward", "inputs after a step"
 FROZEN, EMPTY, SIZES = "frozen weights or inputs", "a step without tokens", "other sizes"
 Way = Callable[[CheckedLayer, Pattern, int], Iterator[Found]]
 
@@ -378,7 +378,7 @@ WAYS: dict[str, Way] = {
     "two steps in flight": two_in_flight,
     TWO_BACKWARDS: two_backwards,
     "gradients that add up": accumulated,
-    "inputs after a step": unchanged,
+    UNCHANGED: unchanged,
     "the same inputs again": again,
     "activation checkpointing": recomputed,
     "no gradients wanted": without_gradients,
