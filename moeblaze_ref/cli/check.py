@@ -110,7 +110,7 @@ def check(
         raise typer.Exit(_check_layers(context, layer, terms, jobs or 1, Kept(record, resume, force), as_json))
     with user_errors():
         if given := [name for name in _given(context) if name in ("--seeds", "--device", "--jobs", "--resume")]:
-            raise ValueError(f"{', '.join(given)}: for a check of a layer alone, which --layer names")
+            raise ValueError(f"only a check of a layer takes {', '.join(given)}: add --layer")
     options: dict[str, Any] = {
         "grid": grid,
         "block": block,
@@ -129,8 +129,9 @@ def check(
             raise ValueError("--gradients checks the whole torch layer: leave --stage out")
         if options and kernel is None:
             flags = [name for name in _given(context) if name in _OF_ONE]
-            layers = ", or of a layer, which --layer names" if {*flags} <= {*_OF_LAYERS} else ""
-            raise ValueError(f"{', '.join(flags)}: for a check of one kernel, which --kernel names{layers}")
+            also = {*flags} <= {*_OF_LAYERS}
+            what, option = ("one kernel or a layer", "--kernel or --layer") if also else ("one kernel", "--kernel")
+            raise ValueError(f"only a check of {what} takes {', '.join(flags)}: add {option}")
     if kernel is not None:
         raise typer.Exit(_check_kernel(kernel, stage or [], backend or [], options, record, force, as_json))
     command = "check" + " --gradients" * gradients + " --large" * large

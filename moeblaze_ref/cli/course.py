@@ -1,4 +1,4 @@
-"""``moeblaze course``: what a reader has solved, and what a lecturer needs: grades, nbgrader's form, slides, a quiz."""
+"""``moeblaze course``: what a reader has solved; for a lecturer grades, slides, a quiz and the format of nbgrader."""
 
 import csv
 import functools
@@ -22,7 +22,7 @@ from moeblaze_ref.cli.shared import (
 )
 
 course = typer.Typer(
-    help="The exercises: what is solved, a fresh start, grades. For lecturers: slides, a quiz, nbgrader's form.",
+    help="The exercises: what is solved, a fresh start, grades. For lecturers: slides, a quiz, nbgrader's format.",
     no_args_is_help=True,
 )
 

@@ -10,7 +10,7 @@ from moeblaze_ref.runtime.simt import cache
 
 
 def doctor():
-    """Say which backends run here, and what to install for those that do not."""
+    """Say which backends run here, and what to install for those that do not run."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("backend", no_wrap=True)
     table.add_column("runs here", no_wrap=True)

@@ -58,7 +58,7 @@ def plan(
         step = Step(batch, sequence, attention=attention)
         even = Run(model, step, recipe, parallel, checkpoint, tuple(offload or ()))
         if expert == 1 and (trace is not None or zipf is not None):
-            raise ValueError(f"expert is {expert}, but a trace and zipf say how unevenly several GPUs get rows")
+            raise ValueError("--trace and --zipf need several GPUs that share the experts: give --expert of at least 2")
         uneven = skew.of_run(even, trace, zipf)
         run = uneven.worst(even)
         checks.check_within("overhead", overhead, 0, 1)

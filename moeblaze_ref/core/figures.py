@@ -62,4 +62,4 @@ def _check_picture(path: Path) -> None:
     """Raise ValueError unless this project drew the picture; its metadata says so."""
     content = path.read_bytes()
     if not (content.startswith(PNG) and b"tEXtSoftware\0" + SOFTWARE.encode() in content):
-        raise ValueError(f"{path.name} is no picture of {SOFTWARE}")
+        raise ValueError(f"{path.name} is not a picture of {SOFTWARE}")

@@ -146,8 +146,7 @@ def _check_kind(path: Path, load: Load) -> None:
         load(path)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} exists and is no file that this command writes: {error}. "
-            "Name another one, or replace it by --force"
+            f"{path} exists, and this command did not write it: {error}. Name another one, or replace it by --force"
         ) from None
 
 
@@ -205,7 +204,7 @@ def check_regular(path: Path) -> None:
         If a folder, a device, a pipe or a socket is there.
     """
     if path.exists() and (is_stream(path) or not path.is_file()):
-        raise ValueError(f"{path} is no regular file, but it must be one: it is read again. Name another path")
+        raise ValueError(f"{path} is not a regular file, but it must be one: it is read again. Name another path")
 
 
 def write(path: Path, content: dict[str, Any], load: Load | None = None, force: bool = False) -> None:
@@ -326,20 +325,30 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
     OSError
         If there is no such file.
     ValueError
-        If it is no JSON, no object, or lacks a key.
+        If it is not a JSON object, or lacks a key.
+    """
+    return check_object(path.name, parse(path.name, path.read_bytes()), keys)
+
+
+def parse(name: str, text: str | bytes) -> Any:
+    """The value that JSON text stands for.
+
+    Raises
+    ------
+    ValueError
+        If it is not JSON, not even text, or nested too deep.
     """
     try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # no JSON, not even text, or nested too deep
-        raise ValueError(f"{path.name} is no JSON: {error}") from None
-    return check_object(path.name, found, keys)
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
 
 
 def check_object(name: str, found: Any, keys: Collection[str]) -> dict[str, Any]:
     """``found`` if it is an object with these keys."""
     if not isinstance(found, dict):
         wanted = f"have {', '.join(sorted(keys))}" if keys else "be one"
-        raise ValueError(f"{name} is no object, but it must {wanted}")
+        raise ValueError(f"{name} is not a JSON object, but it must {wanted}")
     if missing := keys - found.keys():
         raise ValueError(f"{name} has no {', '.join(sorted(missing))}")
     return found
@@ -348,5 +357,5 @@ def check_object(name: str, found: Any, keys: Collection[str]) -> dict[str, Any]
 def check_list(name: str, found: Any) -> list[Any]:
     """``found`` if it is a list."""
     if not isinstance(found, list):
-        raise ValueError(f"{name} is no list")
+        raise ValueError(f"{name} is not a list")
     return found

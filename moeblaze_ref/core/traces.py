@@ -196,6 +196,8 @@ def _trace(arrays: Mapping[str, np.ndarray], num_experts: int | None, model: str
     checks.check_array("topk", topk, 3, INTEGERS, contiguous=False)
     stated: Any = arrays.get("num_experts", info.get("experts")) if num_experts is None else num_experts
     if stated is None:
+        if below := checks.first(topk < 0):
+            raise ValueError(f"topk{list(below)} is {topk[below]}, but an expert's id is at least 0")
         stated = int(topk.max(initial=0)) + 1  # int16 has no number after 32767
     num_experts = checks.check_int("num_experts", np.asarray(stated).item(), 1, MAX_IDS)
     if topk.size and not -MAX_IDS <= topk.min() <= topk.max() < MAX_IDS:
@@ -207,10 +209,7 @@ def _trace(arrays: Mapping[str, np.ndarray], num_experts: int | None, model: str
 
 
 def _info(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    info = json.loads(str(arrays["info"])) if "info" in arrays else {}
-    if not isinstance(info, dict):
-        raise ValueError(f"info is {info!r}, but it must be a JSON object")
-    return info
+    return records.check_object("info", records.parse("info", str(arrays["info"])), ()) if "info" in arrays else {}
 
 
 def load_npz(path: Path, needed: str, *instead: str) -> dict[str, np.ndarray]:
@@ -221,7 +220,7 @@ def load_npz(path: Path, needed: str, *instead: str) -> dict[str, np.ndarray]:
     OSError
         If there is no such file, or it may not be read.
     ValueError
-        If it is no npz of plain arrays, is damaged, or lacks that array: the message begins with its name.
+        If it is not an npz of plain arrays, is damaged, or lacks that array: the message begins with its name.
     """
     with Path(path).open("rb") as file:
         if file.read(len(NPY)) == NPY:
@@ -234,7 +233,7 @@ def load_npz(path: Path, needed: str, *instead: str) -> dict[str, np.ndarray]:
             with np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
         except Exception:  # what zipfile, zlib and numpy raise of a damaged file has no other type in common
-            raise ValueError(f"{Path(path).name} is truncated, or no npz of plain arrays") from None
+            raise ValueError(f"{Path(path).name} is truncated, or not an npz of plain arrays") from None
     if not found.keys() & {needed, *instead}:
         wanted = " or ".join([needed, *instead])
         raise ValueError(f"{Path(path).name} has no {wanted}, but only {', '.join(found) or 'nothing'}")

@@ -158,7 +158,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     if HEADER not in metadata:
         raise CheckpointError(f"{path} holds tensors, but no training run of this project wrote it")
     try:
-        header = records.check_object("its header", json.loads(metadata[HEADER]), {"format"})
+        header = records.check_object("its header", records.parse("its header", metadata[HEADER]), {"format"})
         if header["format"] == FORMAT:
             return records.check_object("its header", header, KEYS)
     except ValueError as error:

@@ -125,7 +125,7 @@ def folder(path: Path) -> Corpus:
         If it is no folder, a file is no UTF-8 text, or fewer than two files hold text: one is held out.
     """
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder, but the data must be one, of text files")
+        raise ValueError(f"{path} is not a folder, but the data must be one, of text files")
     texts = {found.relative_to(path).as_posix(): _read_text(found) for found in sorted(_visible_files(path))}
     distinct = len({text for text in texts.values() if text})
     if distinct < 2:
@@ -154,7 +154,7 @@ def _read_text(path: Path) -> bytes:
         at = error.start
     if at >= 0:
         raise ValueError(
-            f"{path} is no text: byte {at} is {content[at]:#04x}, but the data must be UTF-8 without zeros"
+            f"{path} is not text: byte {at} is {content[at]:#04x}, but the data must be UTF-8 without zeros"
         )
     return content
 

@@ -78,7 +78,7 @@ def _step_by_step(compare: Callable[..., dict[str, Any]]) -> Callable[[Request],
 
     def found(request: Request) -> dict[str, Any]:
         if request.out or request.runs:
-            raise ValueError("out and run are of the kind curves: leave them out")
+            raise ValueError("--out and --run apply only to curves: leave them out")
         steps = checks.check_int("steps", STEPS if request.steps is None else request.steps, at_least=1)
         base = preset(request.preset)
         settings = replace(base, precision="float32", steps=max(steps, base.steps))
@@ -118,7 +118,7 @@ def _memory(request: Request) -> dict[str, Any]:
     base = preset(request.preset)
     device, corpus = command.prepare("moeblaze", request.data, request.device)
     if device == "cpu":
-        raise ValueError("memory looks for the step that a GPU has no room for, but the device is cpu")
+        raise ValueError("memory looks for the largest step that fits a GPU, but the device is cpu")
     with progress.bar(TextColumn("{task.fields[step]}")) as shown:
         task = shown.add_task("climbing", total=None, step="")
         rows = []

@@ -39,8 +39,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     OSError
         If there is no such file, or it may not be read.
     ValueError, TypeError
-        If there is no line, one is no JSON object with a whole number as its step, or the losses are not of step 1, 2
-        and so on: the message has the line's number or the step.
+        If there is no line, one is not a JSON object with a whole number as its step, or the losses are not of step 1,
+        2 and so on: the message has the line's number or the step.
     """
     *whole, _ = path.read_text().split("\n")
     if not whole:
@@ -53,10 +53,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _fields(name: str, line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{name} is no JSON: {error}") from None
+    found = records.parse(name, line)
     checks.check_int(f"{name}: step", records.check_object(name, found, {"step"})["step"], at_least=0)
     return found
 

@@ -46,8 +46,8 @@ def run(
     OSError
         If the folder cannot be written, or a checkpoint's log is not there.
     ValueError
-        If the folder is a file, one of its files is no regular file, another process trains in it, it holds a run that
-        is not to be resumed, or its log is not that of the run; nothing is overwritten.
+        If the folder is a file, one of its files is not a regular file, another process trains in it, it holds a run
+        that is not to be resumed, or its log is not that of the run; nothing is overwritten.
     CheckpointError
         If its checkpoint is damaged or of another run; nothing is overwritten.
     NonFinite

@@ -24,7 +24,7 @@ def chosen(ids: Sequence[str], gpu: bool, record: Path | None, plot: Path | None
     """
     found = items.chosen(ids)
     if record and not gpu:
-        raise ValueError("--record takes what --gpu measures: add --gpu")
+        raise ValueError("--record needs what --gpu measures: add --gpu")
     if gpu and not ids:
         raise ValueError(f"--gpu measures items by name: {', '.join(measurable())}")
     for item in found:

@@ -144,7 +144,7 @@ def check_place(path: Path, force: bool = False):
     Raises
     ------
     ValueError, OSError
-        If the file cannot be written, is no regular file, is of another kind, or holds runs of another device.
+        If the file cannot be written, is not a regular file, is of another kind, or holds runs of another device.
     """
     records.check_regular(path)
     records.check_writable(path, load, force)

@@ -16,7 +16,6 @@ All record all layers of a model, those without experts too. These hold no choic
 import base64
 import binascii
 import io
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,7 +150,7 @@ def recorded_or_synthetic(
     if source is None:
         return Recorded(_trace_or_synthetic(path, size, num_experts, model), (), 0)
     if path is None or size is not None:
-        raise ValueError(f"the source {source} is that of a recorded trace: name its file, and no synthetic one")
+        raise ValueError(f"--from {source} reads a recorded trace: give --trace, and not --synthetic")
     return read(path, source, num_experts, model or "")
 
 
@@ -207,16 +206,14 @@ def _requests_of_npz(path: Path) -> Iterator[tuple[str, Array]]:
             with np.load(file, allow_pickle=False) as arrays:
                 yield from [(name, arrays[name]) for name in arrays.files]
         except Exception:  # what zipfile, zlib and numpy raise of a damaged file has no other type in common
-            raise ValueError(f"{path.name} is no npz of plain arrays") from None
+            raise ValueError(f"{path.name} is not an npz of plain arrays") from None
 
 
 def _requests_of_responses(path: Path) -> Iterator[tuple[str, Array]]:
+    """What each line, a response of the server, has of each of its choices."""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        name = f"line {number}"
-        try:
-            response = json.loads(line)
-        except ValueError:
-            raise ValueError(f"{name} of {path.name} is no JSON, but each must be a response of the server") from None
+        name = f"line {number} of {path.name}"
+        response = records.parse(name, line)
         choices = records.check_object(name, response, {"choices"})["choices"]
         for one, choice in enumerate(records.check_list(f"choices of {name}", choices)):
             where = f"{name}, choice {one}"
@@ -232,7 +229,7 @@ def _decoded(name: str, text: Any) -> Array:
             raise ValueError
         return np.load(io.BytesIO(content), allow_pickle=False)
     except (TypeError, ValueError, EOFError, binascii.Error):
-        raise ValueError(f"routed_experts of {name} is no npy file in base64") from None
+        raise ValueError(f"routed_experts of {name} is not an npy file in base64") from None
 
 
 def _sglang(path: Path) -> _Choices:

@@ -245,7 +245,7 @@ def check_even(num_experts: int, num_gpus: int, bounds: Bounds | None) -> None:
 def check_target(target: str, path: Path) -> "Target":
     """The target of this name, if its reader takes a file of this name."""
     if target in NOT_OFFERED:
-        raise ValueError(f"{target} is no target: {NOT_OFFERED[target]}")
+        raise ValueError(f"{target} is not a target: {NOT_OFFERED[target]}")
     form = TARGETS[checks.check_name("target", target, TARGETS)]
     if Path(path).suffix not in form.suffixes:
         raise ValueError(f"{path} does not end in {' or '.join(form.suffixes)}, as {target} needs it")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.core import checks
+from moeblaze_ref.core import checks, records
 from moeblaze_ref.plan.attention import Attention, LatentAttention, SinkAttention
 from moeblaze_ref.plan.experts import DenseExperts, GroupedExperts, MoEBlock, Router
 from moeblaze_ref.plan.fields import Fields
@@ -347,8 +347,12 @@ def find(config: str) -> Model:
         return read(fields_of(config.lower()), config.lower())
     if path.is_dir() and (path / "config.json").is_file():
         return read_file(path / "config.json")
-    if path.suffix == ".json" or path.is_dir():
-        raise ValueError(f"{config}: no such file; it must be a config.json, or one of {', '.join(carried())}")
+    there = bool(config) and path.exists()  # Path("") is the current folder
+    if there and path.is_dir():
+        raise ValueError(f"{config} is a folder without a config.json")
+    if there or path.suffix == ".json" or not config:
+        what = "is not a regular file" if there else "does not exist"
+        raise ValueError(f"{config!r} {what}; give a config.json, or one of {', '.join(carried())}")
     return read(fields_of(config.lower()), config.lower())
 
 
@@ -384,12 +388,7 @@ def carried() -> tuple[str, ...]:
 
 
 def read_file(path: Path) -> Model:
-    """The same from a file; raises also OSError, and ValueError for what is no JSON."""
-    try:
-        fields = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds {type(fields).__name__}, but a config.json is an object")
+    """The same from a file; raises also OSError, and ValueError for what is not JSON."""
+    fields = records.check_object(str(path), records.parse(str(path), path.read_bytes()), ())
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
     return read(fields, name, str(path))

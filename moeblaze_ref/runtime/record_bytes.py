@@ -34,10 +34,10 @@ def unpack(sent: bytes) -> LaunchRecord:
     try:
         found = _unpacked(json.loads(first), np.frombuffer(numbers, RECORD))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ValueError(f"these bytes are no record of a launch: {error}") from None
+        raise ValueError(f"these bytes are not a record of a launch: {error}") from None
     known = np.isin(found.records["where"], [*found.regions]) & np.isin(found.records["instruction"], [*found.frames])
     if not known.all() or found.records["bytes"].max(initial=0) > WIDEST_ACCESS:
-        raise ValueError("these bytes are no record of a launch: a record names no known memory or line")
+        raise ValueError("these bytes are not a record of a launch: a record names no known memory or line")
     return found
 
 

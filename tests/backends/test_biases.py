@@ -424,10 +424,10 @@ ACTIVATION_FAULTS = {
     "no 1 more": ("-LIMIT) + 1.0f", "-LIMIT)"),
     "b not clamped below": ("max_or_nan(at_most(b), -LIMIT)", "at_most(b)"),
     "alpha is 1": ("sigmoid(ALPHA * at_most(a))", "sigmoid(at_most(a))"),
-    "gradient of a clamped gate": ("a > LIMIT ? 0.0f : s *", "s *"),
+    "gradient of a clamped gate": ("a > LIMIT ? 0.0f : s +", "s +"),
     "gradient of a clamped b": ("fabsf(b) > LIMIT ? 0.0f : 1.0f", "1.0f"),
     "gradient of b clamped above alone": ("fabsf(b) > LIMIT", "b > LIMIT"),
-    "slope without alpha": ("(1.0f + ALPHA * a *", "(1.0f + a *"),
+    "slope without alpha": ("s + ALPHA * (s * a)", "s + (s * a)"),
     "gradient of a without 1 more": ("d_y * ACTIVATION::factor(b) * slope", "d_y * b * slope"),
 }
 BIAS_FAULTS = {

@@ -133,20 +133,20 @@ def with_entries(entries):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "tiles.json is no JSON: Expecting property name"),
-        ([], "tiles.json is no object, but it must have runs"),
-        ({"runs": 3}, "tiles.json: runs is no list"),
+        ("{", "tiles.json is not JSON: Expecting property name"),
+        ([], "tiles.json is not a JSON object, but it must have runs"),
+        ({"runs": 3}, "tiles.json: runs is not a list"),
         (
             {"device": "a GPU", "runs": [], "rows": []},
-            "tiles.json has device, rows beside its runs, so it is no table of tiles",
+            "tiles.json has device, rows beside its runs, so it is not a table of tiles",
         ),
-        (with_entries(3), r"tiles.json: runs\[0\].entries is no list"),
+        (with_entries(3), r"tiles.json: runs\[0\].entries is not a list"),
         (
             {"runs": [{"device": "a GPU"}]},
             r"tiles.json: runs\[0\] has no capability, clocks, commit, entries, versions",
         ),
         ({"runs": [run("nine")]}, r"tiles.json: runs\[0\] has the capability 'nine', but it must be as '9.0'"),
-        (with_entries([7]), r"tiles.json: runs\[0\].entries\[0\] is no object, but it must have gain, groups"),
+        (with_entries([7]), r"tiles.json: runs\[0\].entries\[0\] is not a JSON object, but it must have gain, groups"),
         (with_entries([entry(version="3_mm")]), r"unknown version of .*entries\[0\] '3_mm'. Did you mean '3_mma'"),
         (with_entries([entry(kernel="d_w1")]), r"unknown kernel of .*entries\[0\] 'd_w1'. Did you mean 'd_w'"),
         (with_entries([entry(groups="big")]), r"unknown groups of .*entries\[0\] 'big'"),
@@ -270,4 +270,4 @@ def test_the_command_shows_times_and_writes_the_table(monkeypatch, tmp_path):
     assert [found["tile"] for found in written["entries"]] == [tiles.MmaTile(band=3)]
     path.write_text("{")
     result = CliRunner().invoke(app, ["tune", "--kernel", "3_mma", "--record", str(path)])
-    assert result.exit_code == 2 and "tiles.json is no JSON" in result.output
+    assert result.exit_code == 2 and "tiles.json is not JSON" in result.output

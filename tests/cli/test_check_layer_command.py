@@ -115,10 +115,11 @@ def test_each_layer_has_a_process_of_its_own(here):
     assert not rows["swapped"]["right"] and rows["swapped"]["bug_class"] == "gate and up exchanged"
     said = "a step, random (one forward and one backward of 61 tokens, 7 experts, 2 for each token, d = 24, h = 40): "
     assert f"{said}the output, token 0: error" in rows["swapped"]["first_problem"]
+    line = LAYERS.splitlines().index("    sys.exit(3)") + 1
     problems = {
         "crashing": "its process ended, killed by SIGABRT, in: the start",
         "forking": "its process ended, killed by SIGABRT, in: the start",
-        "exiting": "SystemExit: 3, in: the start",
+        "exiting": f"the factory raised SystemExit: 3 (my_layers.py, line {line}, in exiting)",
         "nothing": "the factory returns an int, but it must return a verify.layers.Adapter",
         "missing": "my_layers has no missing",
     }
@@ -168,7 +169,7 @@ def test_an_error_that_is_made_of_more_than_words_keeps_its_words():
 
 def test_options_of_a_kernel_or_a_layer_want_one():
     done = moeblaze("check", "--timeout", "5", "--dtype", "float32")
-    said = "--dtype, --timeout: for a check of one kernel, which --kernel names, or of a layer, which --layer names"
+    said = "only a check of one kernel or a layer takes --dtype, --timeout: add --kernel or --layer"
     assert done.exit_code == 2 and said in " ".join(done.output.split())
 
 
@@ -182,7 +183,7 @@ def test_the_verdict_says_what_a_layer_does_in_place_of_computing(here):
 
 def test_a_router_that_the_description_forgets_is_no_bug_of_the_layer(here):
     done = moeblaze("check", "--layer", "my_layers:inside")
-    assert done.exit_code == 2 and "not checked" in done.output and "has it a router inside?" in done.output
+    assert done.exit_code == 2 and "not checked" in done.output and "does it have a router inside?" in done.output
 
 
 def test_the_reason_follows_the_verdict(here):
@@ -267,7 +268,7 @@ def test_a_record_that_was_asked_otherwise_is_not_resumed(two_layers, words, sai
 def test_what_cannot_be_resumed(words):
     done = CliRunner().invoke(app, ["check", *words])
     assert done.exit_code == 2
-    said = "but there is none" if "--layer" in words else "--resume: for a check of a layer alone"
+    said = "but there is none" if "--layer" in words else "only a check of a layer takes --resume: add --layer"
     assert said in " ".join(done.output.split())
 
 
@@ -313,8 +314,8 @@ def test_what_a_layer_refuses_is_said(here):
             ["--layer", "torch/experts", "--large"],
             "layers of more than 2^31 elements run on a GPU alone: the device is cpu",
         ),
-        (["--seeds", "2"], "--seeds: for a check of a layer alone, which --layer names"),
-        (["--device", "cpu", "--jobs", "2"], "--device, --jobs: for a check of a layer alone"),
+        (["--seeds", "2"], "only a check of a layer takes --seeds: add --layer"),
+        (["--device", "cpu", "--jobs", "2"], "only a check of a layer takes --device, --jobs: add --layer"),
     ],
 )
 def test_bad_input(here, arguments, message):

@@ -265,7 +265,7 @@ def test_where_nothing_can_be_written_nothing_is_timed(pretended_gpu, monkeypatc
     refused = {
         tmp_path: "is a folder, but a file is to be written",
         file / "below.json": "file.json",
-        file: "no object",
+        file: "not a JSON object",
     }
     for path, message in refused.items():
         result = moeblaze(*TIME_GATING, "--record", path)

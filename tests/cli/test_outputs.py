@@ -80,7 +80,7 @@ class Command:
     without: Callable[[list], list] = lambda done: []
     file: str = ""  # where the file lies in the folder that the option names; empty if it names the file
     run: Callable = lambda words: CliRunner().invoke(app.app, list(words))
-    streams: bool = True  # whether it writes to what is no regular file; otherwise it refuses
+    streams: bool = True  # whether it writes to what is not a regular file; otherwise it refuses
     folder: Path = Path()  # where it writes
     done: list = field(default_factory=list, init=False)  # is filled when the work is done
 
@@ -393,7 +393,7 @@ def test_a_device_stays_one(command):
     if command.streams:
         command.writes()
     else:
-        command.refuses("no regular file")
+        command.refuses("not a regular file")
     assert is_device(command.target)
 
 
@@ -407,7 +407,7 @@ def test_a_device_that_takes_nothing_stays_one(command):
 def test_a_pipe_gets_all_that_a_file_would(command, tmp_path):
     os.mkfifo(command.target)
     if not command.streams:
-        command.refuses("no regular file")
+        command.refuses("not a regular file")
         return
     pipe, read = os.open(command.target, os.O_RDONLY | os.O_NONBLOCK), []
     reader = threading.Thread(target=lambda: read.append(all_of(pipe)), daemon=True)
@@ -430,7 +430,7 @@ def all_of(pipe: int) -> bytes:
 
 def test_a_pipe_without_a_reader_is_refused_before_any_work(command):
     os.mkfifo(command.target)
-    command.refuses("a pipe that no process reads" if command.streams else "no regular file")
+    command.refuses("a pipe that no process reads" if command.streams else "not a regular file")
 
 
 def test_a_link_into_a_folder_that_is_not_there_makes_the_folder(command, tmp_path):
@@ -663,7 +663,7 @@ def test_a_json_file_in_the_place_of_a_map_is_refused_in_words_of_our_own(tmp_pa
     with pytest.raises(ValueError) as refused:
         records.check_writable(path, maps.load)
     assert str(refused.value) == (
-        f"{path} exists and is no file that this command writes: map.npz is truncated, or no npz of plain arrays. "
+        f"{path} exists, and this command did not write it: map.npz is truncated, or not an npz of plain arrays. "
         "Name another one, or replace it by --force"
     )
 
@@ -671,7 +671,7 @@ def test_a_json_file_in_the_place_of_a_map_is_refused_in_words_of_our_own(tmp_pa
 def test_json_that_is_nested_too_deep_is_no_json(tmp_path):
     path = tmp_path / "deep.json"
     path.write_text("[" * 200_000)
-    with pytest.raises(ValueError, match="deep.json is no JSON"):
+    with pytest.raises(ValueError, match="deep.json is not JSON"):
         records.write(path, {})
 
 
@@ -717,7 +717,7 @@ NAMES_OF_RECORDS = {
 def test_functions_replace_their_own_kind_alone(tmp_path, save):
     path = tmp_path / "out.npz"
     path.write_text(FOREIGN)
-    with pytest.raises(ValueError, match="no file that this command writes"):
+    with pytest.raises(ValueError, match="this command did not write it"):
         save(path)
     assert path.read_text() == FOREIGN
     save(path, True)
@@ -727,7 +727,7 @@ def test_functions_replace_their_own_kind_alone(tmp_path, save):
 def test_a_picture_of_another_project_is_refused(tmp_path):
     figure = figure_of_loss()["loss"]
     figure.savefig(tmp_path / "loss.png")
-    with pytest.raises(ValueError, match=r"loss.png exists .*is no picture of moeblaze_ref"):
+    with pytest.raises(ValueError, match=r"loss.png exists, .*is not a picture of moeblaze_ref"):
         figures.save(figure, tmp_path, "loss")
     figures.save(figure, tmp_path, "loss", force=True)
     assert figures.save(figure, tmp_path, "loss") == tmp_path / "loss.png"
@@ -735,7 +735,7 @@ def test_a_picture_of_another_project_is_refused(tmp_path):
 
 def test_a_notebook_takes_the_place_of_a_notebook_alone(tmp_path):
     os.mkfifo(tmp_path / "pipe.ipynb")
-    with pytest.raises(ValueError, match="pipe.ipynb is no regular file"):
+    with pytest.raises(ValueError, match="pipe.ipynb is not a regular file"):
         outputs.remake(tmp_path / "pipe.ipynb")
     (tmp_path / "notes.ipynb").write_text(FOREIGN)
     with pytest.raises(nbformat.reader.NotJSONError):
@@ -765,7 +765,7 @@ def test_a_site_removes_no_folder_of_somebody_else(tmp_path, monkeypatch):
 def test_training_refuses_what_is_no_regular_file(tmp_path, name, make, resume):
     make(tmp_path / name)
     kind = stat.S_IFMT((tmp_path / name).stat().st_mode)
-    with pytest.raises(ValueError, match=f"{name} is no regular file"):
+    with pytest.raises(ValueError, match=f"{name} is not a regular file"):
         lm_run.run(Trainer(small_lm.SETTINGS, data.python_help()), tmp_path, resume)
     assert stat.S_IFMT((tmp_path / name).stat().st_mode) == kind
 
@@ -790,7 +790,7 @@ def test_a_checkpoint_takes_the_place_of_a_checkpoint_alone(tmp_path):
     trainer = Trainer(small_lm.SETTINGS, data.python_help())
     path = tmp_path / "checkpoint.safetensors"
     path.write_text(FOREIGN)
-    with pytest.raises(ValueError, match="no file that this command writes"):
+    with pytest.raises(ValueError, match="this command did not write it"):
         checkpoint.save(path, trainer)
     path.unlink()
     checkpoint.save(path, trainer)

@@ -252,7 +252,7 @@ def test_every_method_takes_experts_that_gpus_and_nodes_do_not_divide_and_nodes_
         (("--gpus", 4, "--limit", 0.5, "--method", "joint"), "limit is 0.5, but no load can be more even than 1"),
         (("--gpus", 4, "--limit", 0.5, "--method", "greedy"), "limit is 0.5, but no load can be more even than 1"),
         (("--gpus", 4, "--time-limit", 1e300), "error: --time-limit is 1e+300, but it must be at most 1e+09 seconds"),
-        (("--gpus", 4, "--synthetic", "4x8x2"), "name either a trace or the size of a synthetic one"),
+        (("--gpus", 4, "--synthetic", "4x8x2"), "give either --trace, or --synthetic with LAYERSxExK"),
         (("--gpus", 4, "--splits", -1), "splits is -1, but it must be >= 0"),
         (("--gpus", 4, "--method", "eplb-replicas", "--out", "map.npz"), "no map to write"),
     ],

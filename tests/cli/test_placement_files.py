@@ -86,19 +86,19 @@ SYNTHETIC = ("--synthetic", "4x8x2", "--splits", 0)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*SYNTHETIC, "--from", "vllm"), "the source vllm is that of a recorded trace"),
+        ((*SYNTHETIC, "--from", "vllm"), "--from vllm reads a recorded trace: give --trace"),
         (
             (*SYNTHETIC, "--expand", "8x16x4", "--to", "eplb", "--out", "m.pt"),
             "--to eplb writes a map for a runtime, but none has the model that --expand makes up",
         ),
-        (("--from", "vllm"), "the source vllm is that of a recorded trace"),
+        (("--from", "vllm"), "--from vllm reads a recorded trace: give --trace"),
         ((*SYNTHETIC, "--to", "sglang"), "a map for sglang needs a file to be written to: name it by --out"),
         (
             (*SYNTHETIC, "--out", "m.json"),
             "m.json does not end in .npz: without --to, --out takes .npz or no ending. A runtime's map needs --to: "
             "sglang, ascend, eplb",
         ),
-        ((*SYNTHETIC, "--to", "vllm", "--out", "m.json"), "vllm is no target: vLLM 0.33.0 reads no map from a file"),
+        ((*SYNTHETIC, "--to", "vllm", "--out", "m.json"), "vllm is not a target: vLLM 0.33.0 reads no map from a file"),
         ((*SYNTHETIC, "--to", "sglang", "--out", "m.npz"), "m.npz does not end in .json, as sglang needs it"),
         ((*SYNTHETIC, "--to", "ascend", "--dense-layers", "0", "--out", "m.json"), "only a map for sglang counts them"),
         ((*SYNTHETIC, "--dense-layers", "0", "--out", "m.npz"), "only a map for sglang counts them"),

@@ -150,6 +150,9 @@ def without(name):
     return lambda arrays: arrays.pop(name)
 
 
+DEEP = "[" * 100_000  # JSON that Python cannot nest
+
+
 def replaced(name, change):
     return lambda arrays: arrays.update({name: change(arrays[name])})
 
@@ -170,16 +173,17 @@ def replaced(name, change):
             ValueError,
             "names expert 2 twice",
         ),
-        (replaced("token", lambda a: a.astype(object)), ValueError, "no npz of plain arrays"),
+        (replaced("token", lambda a: a.astype(object)), ValueError, "not an npz of plain arrays"),
         (replaced("topk", lambda a: a.astype(float)), TypeError, "topk has dtype float64, but it must be int8"),
         (replaced("topk", lambda a: a[:, 0]), ValueError, "topk has shape (64, 2), but it must have 3 dimensions"),
         (replaced("seq", lambda a: a[:-1]), ValueError, "seq has shape (63,), but it must be (tokens=64)"),
         (replaced("token", lambda a: a[1:]), ValueError, "token has shape (63,), but it must be (tokens=64)"),
         (replaced("seq_kind", lambda a: a[1:]), ValueError, "seq[56] is 7, but there are only 7 sequences in seq_kind"),
         (replaced("seq_kind", lambda a: np.arange(8)), TypeError, "seq_kind has dtype int64, but it must be text"),
-        (replaced("info", lambda a: "[]"), ValueError, "info is [], but it must be a JSON object"),
+        (replaced("info", lambda a: "[]"), ValueError, "info is not a JSON object, but it must be one"),
         (replaced("info", lambda a: '{"experts": 5.5}'), TypeError, "num_experts is 5.5"),
-        (replaced("info", lambda a: "{"), ValueError, "trace.npz: "),
+        (replaced("info", lambda a: "{"), ValueError, "trace.npz: info is not JSON: "),
+        (replaced("info", lambda a: DEEP), ValueError, "trace.npz: info is not JSON: "),
         (without("topk"), ValueError, "has no topk"),
         (without("seq"), ValueError, "seq_kind says what each sequence is, but there is no seq"),
     ],
@@ -200,7 +204,7 @@ def test_a_truncated_file_is_named(trainer, tmp_path, kept):
     path = tmp_path / "trace.npz"
     traces.save(path, traced(trainer))
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=f"^{path.name} is truncated, or no npz of plain arrays"):
+    with pytest.raises(ValueError, match=f"^{path.name} is truncated, or not an npz of plain arrays"):
         traces.load(path)
 
 
@@ -228,7 +232,7 @@ def test_an_array_too_large_for_any_memory_is_refused(tmp_path):
     header = np.lib.format.header_data_from_array_1_0(np.zeros((1, 1, 1), np.int16)) | {"shape": (2**40, 2**10, 2)}
     with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive, archive.open("topk.npy", "w") as file:
         np.lib.format.write_array_header_1_0(file, header)
-    with pytest.raises(ValueError, match="huge.npz is truncated, or no npz"):
+    with pytest.raises(ValueError, match="huge.npz is truncated, or not an npz"):
         traces.load(tmp_path / "huge.npz")
 
 
@@ -325,7 +329,7 @@ def test_a_bad_checkpoint_makes_no_folder(tmp_path):
         ({"--tokens": "3"}, "tokens is 3, but it must be >= 8"),
         ({"--device": "tpu"}, "device"),
         ({"--out": "."}, "is a folder, but a file is to be written"),
-        ({"--data": "missing"}, "missing is no folder"),
+        ({"--data": "missing"}, "missing is not a folder"),
     ],
 )
 def test_bad_input_to_the_command_is_named(trainer, tmp_path, monkeypatch, arguments, message):

@@ -99,10 +99,10 @@ def test_each_answer_has_its_verdict(cells, exercise, verdict, message, tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no JSON", "one.ipynb is no notebook"),
-        ("{}", "one.ipynb is no notebook"),
+        ("no JSON", "one.ipynb is not a notebook"),
+        ("{}", "one.ipynb is not a notebook"),
         ('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}', "no cell answers an exercise"),
-        ("[" * 100_000, "one.ipynb is no notebook"),
+        ("[" * 100_000, "one.ipynb is not a notebook"),
     ],
 )
 def test_what_is_no_submission_is_unreadable(text, message, tmp_path):
@@ -234,7 +234,7 @@ def test_thirty_submissions_of_which_some_are_hostile(tmp_path):
         (["empty", "--out", "x.csv"], "has no notebook"),
         (
             ["full", "--out", "there.csv"],
-            "there.csv exists and is no file that this command writes: its first line is not",
+            "there.csv exists, and this command did not write it: its first line is not",
         ),
     ],
 )
@@ -309,8 +309,8 @@ def test_what_is_solved_is_listed_until_it_is_reset(own):
     [
         (["reset", "first-wal"], "Did you mean 'first-wall'?"),
         (["reset", "first-wall", "--folder", "nowhere"], "there is no nowhere/00_memory_wall.ipynb; `moeblaze lab`"),
-        (["reset", "first-wall", "--folder", "old"], "00_memory_wall.ipynb is no notebook: ValidationError"),
-        (["reset", "first-wall", "--folder", "binary"], "00_memory_wall.ipynb is no notebook: UnicodeDecodeError"),
+        (["reset", "first-wall", "--folder", "old"], "00_memory_wall.ipynb is not a notebook: ValidationError"),
+        (["reset", "first-wall", "--folder", "binary"], "00_memory_wall.ipynb is not a notebook: UnicodeDecodeError"),
     ],
 )
 def test_what_cannot_be_reset(own, arguments, message):
@@ -324,7 +324,7 @@ def test_what_cannot_be_reset(own, arguments, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "progress.json is no object, but it must be one"),
+        ("[1]", "progress.json is not a JSON object, but it must be one"),
         ('{"first-wall": 3}', "first-wall is 3, but it must be a day such as 2026-01-31"),
         ('{"first-wall": "\\ud800"}', r"first-wall is '\ud800', but it must be a day"),
     ],

@@ -122,7 +122,7 @@ def test_the_command_writes_either_or_both(tmp_path):
         (("--out", "one.md", "--answers", "one.md"), "--out"),
         (
             ("--answers", "mine.md"),
-            "mine.md exists and is no file that this command writes: its first line is not '# Quiz",
+            "mine.md exists, and this command did not write it: its first line is not '# Quiz",
         ),
     ],
 )

@@ -257,7 +257,7 @@ FORGED = [
     ("aten.nonzero.default", [{"node": 0}], "aten.nonzero.default makes a shape that depends on data"),
     ("aten._local_scalar_dense.default", [{"node": 0}], "gives Python a number"),
     ("aten.index.Tensor", [{"node": 0}, [{"node": 1}]], "aten.index.Tensor makes a shape that depends on data"),
-    ("os.system", ["true"], "is no operator of torch's own"),
+    ("os.system", ["true"], "is not one of torch's own operators"),
     ("aten.no_such.default", [], "AttributeError"),
 ]
 

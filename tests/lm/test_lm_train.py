@@ -268,8 +268,9 @@ def test_a_log_that_a_full_disk_cuts_is_named(tmp_path):
     [
         ("", ValueError, "holds no whole line"),
         ('{"loss": 1}\n', ValueError, "line 1 has no step"),
-        ('{"step": 0}\n[]\n', ValueError, "line 2 is no object"),
-        ('{"step": 1}\nnothing\n{"step": 3}\n', ValueError, "line 2 is no JSON"),
+        ('{"step": 0}\n[]\n', ValueError, "line 2 is not a JSON object"),
+        ('{"step": 1}\nnothing\n{"step": 3}\n', ValueError, "line 2 is not JSON"),
+        pytest.param('{"step": 0}\n' + "[" * 100_000 + "\n", ValueError, "line 2 is not JSON", id="nested too deep"),
         ('{"step": "x"}\n', TypeError, "line 1: step is 'x'"),
         ('{"step": 1, "loss": 2}\n{"step": 3, "loss": 2}\n', ValueError, "loss of step 3 where that of step 2 must be"),
     ],
@@ -478,8 +479,8 @@ DAMAGED = {
         (spoil_by(lambda content: b""), "is truncated, or no checkpoint"),
         (spoil_by(lambda content: b"hello, world" * 50), "is truncated, or no checkpoint"),
         (spoil_header(), "no training run of this project wrote it"),
-        (spoil_header(moeblaze_ref="{"), "is damaged: Expecting"),
-        (spoil_header(moeblaze_ref="[]"), "is damaged: its header is no object"),
+        (spoil_header(moeblaze_ref="{"), "is damaged: its header is not JSON: Expecting"),
+        (spoil_header(moeblaze_ref="[]"), "is damaged: its header is not a JSON object"),
         (spoil_fields(format=None), "is damaged: its header has no format"),
         (spoil_fields(format=1), "is of format 1, but this version reads format 2"),
         (spoil_fields(settings=None, digest=None), "is damaged: its header has no digest, settings"),
@@ -701,8 +702,8 @@ def test_the_names_decide_who_is_held_out(tmp_path):
         ({}, "data holds no text, but at least two different ones are needed"),
         ({"a.txt": b"", ".hidden": b"text"}, "data holds no text"),
         ({"a.txt": b"one"}, "data holds one text file only"),
-        ({"a.txt": b"one", "b.bin": b"12\x00"}, r"data/b.bin is no text: byte 2 is 0x00"),
-        ({"a.txt": b"one", "in/b.bin": b"1\xff2"}, r"data/in/b.bin is no text: byte 1 is 0xff"),
+        ({"a.txt": b"one", "b.bin": b"12\x00"}, r"data/b.bin is not text: byte 2 is 0x00"),
+        ({"a.txt": b"one", "in/b.bin": b"1\xff2"}, r"data/in/b.bin is not text: byte 1 is 0xff"),
     ],
 )
 def test_a_folder_without_text_names_what_is_wrong(files, message, tmp_path):
@@ -743,7 +744,7 @@ def test_what_the_making_of_python_wrote_and_copies_of_the_topics_are_no_sources
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere is no folder"):
+    with pytest.raises(ValueError, match="nowhere is not a folder"):
         data.folder(tmp_path / "nowhere")
 
 
@@ -807,7 +808,7 @@ def test_the_command_stops_at_a_loss_that_is_not_finite(tmp_path, texts, monkeyp
         (("--steps", "-1"), "steps is -1, but it must be >= 0"),
         (("--seed", str(10**22)), f"seed is {10**22}, but it must be 0..{2**63 - 1}"),
         (("--device", "gpu"), "unknown device 'gpu'"),
-        (("--data", "/nowhere"), "/nowhere is no folder"),
+        (("--data", "/nowhere"), "/nowhere is not a folder"),
     ],
 )
 def test_the_command_says_what_is_allowed_and_writes_nothing(arguments, message, tmp_path, texts):

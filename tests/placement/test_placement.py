@@ -641,7 +641,7 @@ def test_topologies_by_name_and_by_file(tmp_path):
         with pytest.raises(TypeError, match=rf"bandwidth\[0, 1\] is {said}, but it must be a number"):
             simulate.cluster(str(measured), 2, 100, 10)
     measured.write_text("{")
-    with pytest.raises(ValueError, match=r"links\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"links\.json is not JSON"):
         simulate.cluster(str(measured), 2, 100, 10)
     with pytest.raises(ValueError, match=r"unknown topology 'nvlnk'\. Did you mean 'nvlink'"):
         simulate.cluster("nvlnk", 4, 100, 10)

@@ -27,12 +27,13 @@ def test_vllm_gives_a_sequence_for_each_request(name, save, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "line 1 has no choices"),
-        ('{"choices": [{}]}', "line 1, choice 0 has no routed_experts"),
+        ("{}", "line 1 of routed.jsonl has no choices"),
+        ('{"choices": [{}]}', "line 1 of routed.jsonl, choice 0 has no routed_experts"),
         ('{"choices": [{"routed_experts": null}]}', "start the server with --enable-return-routed-experts"),
-        ('{"choices": [{"routed_experts": "abc"}]}', "line 1, choice 0 is no npy file in base64"),
-        ('{"choices": [{"routed_experts": 5}]}', "line 1, choice 0 is no npy file in base64"),
-        ("no JSON", "line 1 of routed.jsonl is no JSON, but each must be a response of the server"),
+        ('{"choices": [{"routed_experts": "abc"}]}', "line 1 of routed.jsonl, choice 0 is not an npy file in base64"),
+        ('{"choices": [{"routed_experts": 5}]}', "line 1 of routed.jsonl, choice 0 is not an npy file in base64"),
+        ("no JSON", "line 1 of routed.jsonl is not JSON: Expecting value"),
+        pytest.param("[" * 100_000, "line 1 of routed.jsonl is not JSON: ", id="nested too deep"),
         ("", "routed.jsonl holds no request"),
         ('{"choices": []}', "routed.jsonl holds no request"),
     ],
@@ -63,7 +64,7 @@ def test_arrays_that_are_no_routing_are_refused(arrays, message, tmp_path):
 
 def test_a_damaged_npz_and_a_missing_file_are_refused(tmp_path):
     (tmp_path / "routed.npz").write_bytes(b"PK\x03\x04 cut")
-    with pytest.raises(ValueError, match="routed.npz is no npz of plain arrays"):
+    with pytest.raises(ValueError, match="routed.npz is not an npz of plain arrays"):
         sources.read(tmp_path / "routed.npz", "vllm")
     with pytest.raises(FileNotFoundError):
         sources.read(tmp_path / "none.npz", "vllm")
@@ -123,7 +124,7 @@ def broken(**changes):
         (broken(topk_ids_of_layer=[[1, 2], [3]]), f"{IDS} is a list, but it must be an array"),
         (broken(extend_seq_lens=["6"]), "records[0].extend_seq_lens[0] is '6' (str), but it must be an integer"),
         (broken(extend_seq_lens=[7, -1]), "records[0].extend_seq_lens[1] is -1, but it must be >= 0"),
-        (broken(extend_seq_lens=6), "records[0].extend_seq_lens is no list"),
+        (broken(extend_seq_lens=6), "records[0].extend_seq_lens is not a list"),
         ({"records": [], PLACES: "text"}, f"{PLACES} is a str, but it must be an array"),
         ({"records": [], PLACES: torch.zeros(2, 8)}, f"{PLACES} has dtype torch.float32"),
         ({"records": [], PLACES: torch.full((2, 8), -1)}, f"{PLACES}[0, 0] is -1"),

@@ -114,7 +114,7 @@ def test_every_target_says_what_reads_it():
 @pytest.mark.parametrize(
     ("target", "name", "message"),
     [
-        ("vllm", "map.json", "vllm is no target: vLLM 0.33.0 reads no map from a file"),
+        ("vllm", "map.json", "vllm is not a target: vLLM 0.33.0 reads no map from a file"),
         ("trt", "map.json", "unknown target 'trt'"),
         ("sglang", "map.npz", "map.npz does not end in .json, as sglang needs it"),
         ("eplb", "map.json", "map.json does not end in .pt, as eplb needs it"),
@@ -164,7 +164,7 @@ def test_dense_layers_that_do_not_fit_are_refused(dense, message, placed, tmp_pa
         ([[0, "a"]], "layer 0, place 1"),
         ([[0, -1]], "layer 0, place 1 is -1"),
         ([[0, 10**30]], "layer 0, place 1 is 1000000000000000000000000000000, but it must be 0..32767"),
-        ("text", "the map is no list"),
+        ("text", "the map is not a list"),
     ],
 )
 def test_a_map_that_places_experts_wrongly_is_refused(rows, message, tmp_path):
@@ -201,7 +201,7 @@ def test_another_file_of_torch_is_kept(content, message, placed, tmp_path):
     path = tmp_path / "map.pt"
     torch.save(content, path)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"map.pt exists and is no file that this command writes: {message}"):
+    with pytest.raises(ValueError, match=f"map.pt exists, and this command did not write it: {message}"):
         targets.save(path, "eplb", placed)
     assert path.read_bytes() == before
     targets.save(path, "eplb", placed, force=True)
@@ -211,7 +211,7 @@ def test_another_file_of_torch_is_kept(content, message, placed, tmp_path):
 def test_notes_under_the_name_of_tensors_are_kept(placed, tmp_path):
     (tmp_path / "map.pt").write_text("hello world")
     with pytest.raises(
-        ValueError, match=r"exists and .*: map.pt is no file of EPLB's tensors: .*, or replace it by --"
+        ValueError, match=r"exists, and .*: map.pt is no file of EPLB's tensors: .*, or replace it by --"
     ):
         targets.save(tmp_path / "map.pt", "eplb", placed)
     assert (tmp_path / "map.pt").read_text() == "hello world"

@@ -83,7 +83,7 @@ def test_a_field_that_is_wrong_is_named(name, changes, said):
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[1]", "holds list, but a config.json is an object"),
+        ("[1]", "is not a JSON object, but it must be one"),
         ("\0", "is not JSON"),
     ],
 )

@@ -64,5 +64,5 @@ def with_record(**fields):
     ],
 )
 def test_other_bytes_are_refused(sent):
-    with pytest.raises(ValueError, match="these bytes are no record of a launch"):
+    with pytest.raises(ValueError, match="these bytes are not a record of a launch"):
         unpack(sent)

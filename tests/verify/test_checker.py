@@ -1048,13 +1048,13 @@ def test_the_command_says_what_is_missing(mine):
         ("--kernel", mine, "--stage", "combine", "--backend", "simt", "--backend", "cuda"): "2 are named",
         ("--kernel", mine, "--stage", "combine", "--define", "N"): "'N' must be NAME=VALUE",
         ("--kernel", f"{mine}:mien", "--stage", "combine"): f"'mien' is wanted, but {mine} has mine",
-        ("--stage", "combine", "--budget", "read <= 1"): "--budget: for a check of one kernel, which --kernel names\n",
+        ("--stage", "combine", "--budget", "read <= 1"): "only a check of one kernel takes --budget: add --kernel\n",
         (
             "--stage",
             "combine",
             "--timeout",
             "60",
-        ): "--timeout: for a check of one kernel, which --kernel names, or of a",
+        ): "only a check of one kernel or a layer takes --timeout: add --kernel or",
         ("--kernel", mine, "--stage", "combine", "--timeout", 10**10): "--timeout",
     }.items():
         result = moeblaze("check", *arguments)

@@ -239,7 +239,7 @@ def load(path: Path) -> list[dict[str, Any]]:
     """
     found = records.read(path, {"runs"})
     if others := found.keys() - {"runs"}:  # such as a file of results: one that is empty has no run that would show it
-        raise ValueError(f"{path.name} has {', '.join(sorted(others))} beside its runs, so it is no table of tiles")
+        raise ValueError(f"{path.name} has {', '.join(sorted(others))} beside its runs, so it is not a table of tiles")
     runs = records.check_list(f"{path.name}: runs", found["runs"])
     for number, run in enumerate(runs):
         _check_run(f"{path.name}: runs[{number}]", run)

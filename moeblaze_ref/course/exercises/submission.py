@@ -65,7 +65,7 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
     except OSError:
         raise
     except Exception as error:  # whatever nbformat makes of a file that is no notebook
-        raise ValueError(f"{path.name} is no notebook: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{path.name} is not a notebook: {type(error).__name__}: {error}") from None
 
 
 def _code(cell: str) -> tuple[str, str] | None:

@@ -1,1 +1,1 @@
-"""What a lecturer needs beside the notebooks: nbgrader's form of the exercises, slides, and a quiz."""
+"""What a lecturer needs beside the notebooks: the exercises in nbgrader's format, slides, and a quiz."""

@@ -176,7 +176,7 @@ def _accept(kernel, contract: Contract, names: Iterable[str], wrong: str, declar
     if problem:
         extras = f", and so may {' and '.join(contract.extras)}" if contract.extras else ""
         raise ValueError(
-            f"{kernel.label} is no kernel for {contract.task}: {problem}.\nParameters are matched by name, in any "
+            f"{kernel.label} is not a kernel for {contract.task}: {problem}.\nParameters are matched by name, in any "
             f"order; inputs and sizes may be left out{extras}:\n{declared}"
         )
 
@@ -386,5 +386,5 @@ def _source_file(place: str) -> Path:
             raise ValueError(f"cannot import {place}: ModuleNotFoundError: there is no module {name}")
         origin, folders = str(spec.origin), spec.submodule_search_locations or []
     if not origin.endswith(".py"):
-        raise ValueError(f"cannot import {place}: it is no Python file")
+        raise ValueError(f"cannot import {place}: it is not a Python file")
     return Path(origin)

@@ -162,7 +162,7 @@ class Adapter:
         called = self.module.forward if isinstance(self.module, nn.Module) else self.module
         if takes := _takes_instead(called, *given):
             inside = "router says that its router is inside"
-            why = f"has it a router inside? Then {GIVE_ROUTER}" if self.router is None else inside
+            why = f"does it have a router inside? Then {GIVE_ROUTER}" if self.router is None else inside
             raise TypeError(f"the layer takes {takes}, but it is called with {', '.join(given)}: {why}")
 
     def places(self, sizes: Sizes) -> list[tuple[Place, Tensor]]:
@@ -351,7 +351,7 @@ def make(factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> Ada
     _check_signature(factory, given)
     try:
         adapter = factory(**given)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LayerFault(f"the factory raised {raised(error)}") from error
     if not isinstance(adapter, Adapter):
         raise TypeError(f"the factory returns {kind(adapter)}, but it must return a verify.layers.Adapter")

@@ -41,7 +41,7 @@ class Cell(NamedTuple):
         except SyntaxError as error:
             raise ValueError(f"SyntaxError: {error.msg} ({self.file}, line {error.lineno})") from None
         except (ValueError, RecursionError, MemoryError) as error:
-            raise ValueError(f"{self.file} is no Python: {type(error).__name__}: {error}") from None
+            raise ValueError(f"{self.file} is not Python: {type(error).__name__}: {error}") from None
         for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
             for problem in self._problems(node):
                 raise ValueError(f"{self.file}, line {node.lineno}: {problem}")

@@ -141,7 +141,7 @@ def _operator(name: str) -> Any:
     library, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     if library != "aten":
-        raise ValueError(f"{name} is no operator of torch's own")
+        raise ValueError(f"{name} is not one of torch's own operators")
     return getattr(getattr(torch.ops.aten, packet), overload)
 
 
