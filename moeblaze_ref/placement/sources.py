@@ -145,8 +145,11 @@ def recorded_or_synthetic(
     Raises
     ------
     ValueError, TypeError, OSError
-        If a source is named without a file, or as in `read` and `synthetic.trace_or_synthetic`.
+        If there is neither a file nor a size, or both; if a source is named without a file; or as in `read` and
+        `synthetic.trace_or_synthetic`.
     """
+    if source is None and (path is None) == (size is None):
+        raise ValueError("give either --trace, or --synthetic with LAYERSxExK")
     if source is None:
         return Recorded(_trace_or_synthetic(path, size, num_experts, model), (), 0)
     if path is None or size is not None:

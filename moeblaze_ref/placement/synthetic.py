@@ -114,7 +114,7 @@ def trace_or_synthetic(
     if path is not None and size is None:
         return traces.load(path, num_experts, model)
     if path is not None or size is None:
-        raise ValueError("give either --trace, or --synthetic with LAYERSxExK")
+        raise ValueError("name either a trace or the size of a synthetic one, LAYERSxExK")
     if num_experts is not None:
         raise ValueError(f"the synthetic trace {size} names its experts itself: leave the number of experts out")
     layers, E, k = sizes_of(size)

@@ -133,7 +133,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path.name} is not a record that torch.load reads: {error}") from None
+        raise ValueError(f"{path.name} is no record that torch.load reads: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} holds a {type(found).__name__}, but it must hold a dictionary")
     return found
