@@ -131,7 +131,7 @@ def test_a_wrong_trace_is_refused(routed, change, message, tmp_path):
 
 def test_files_that_are_no_traces_are_refused(tmp_path):
     (tmp_path / "t.npz").write_bytes(b"nothing of the kind")
-    with pytest.raises(ValueError, match=r"t\.npz is truncated, or no npz"):
+    with pytest.raises(ValueError, match=r"t\.npz is truncated, or not an npz"):
         traces.load(tmp_path / "t.npz")
     np.savez(tmp_path / "u.npz", ids=np.zeros(3))
     with pytest.raises(ValueError, match="has no topk, but only ids"):
