@@ -143,7 +143,7 @@ void thread_body();
 // unloaded.
 const KernelFile& file_of(SimtEntry entry) {
     static std::mutex mutex;
-    static std::map<SimtEntry, KernelFile> files;
+    static auto& files = *new std::map<SimtEntry, KernelFile>;  // never destroyed: a thread may launch until the end
     const std::lock_guard<std::mutex> lock(mutex);
     return files.try_emplace(entry, entry).first->second;
 }
