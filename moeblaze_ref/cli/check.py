@@ -129,8 +129,8 @@ def check(
             raise ValueError("--gradients checks the whole torch layer: leave --stage out")
         if options and kernel is None:
             flags = [name for name in _given(context) if name in _OF_ONE]
-            also = {*flags} <= {*_OF_LAYERS}
-            what, option = ("one kernel or a layer", "--kernel or --layer") if also else ("one kernel", "--kernel")
+            of_both = {*flags} <= {*_OF_LAYERS}
+            what, option = ("one kernel or a layer", "--kernel or --layer") if of_both else ("one kernel", "--kernel")
             raise ValueError(f"only a check of {what} takes {', '.join(flags)}: add {option}")
     if kernel is not None:
         raise typer.Exit(_check_kernel(kernel, stage or [], backend or [], options, record, force, as_json))
@@ -263,10 +263,9 @@ def sanitize(
             provenance.check_place(record, "sanitize", force)
     # Side by side: each job keeps the GPU idle most of the time, while it compiles or looks at what ran.
     cores = os.cpu_count() or 1
-    titles = "compiling", "sanitizing"
     findings = [
         finding
-        for title, jobs in zip(titles, rounds, strict=True)
+        for title, jobs in rounds.items()
         for finding in progress.run_with_bar(title, jobs, min(len(jobs), cores))
     ]
     for finding in findings:

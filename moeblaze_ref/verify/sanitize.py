@@ -212,8 +212,8 @@ def run_on_gpu(part: str) -> None:
     cupy.cuda.Device().synchronize()
 
 
-def rounds(chosen: Collection[str] = ()) -> list[list[Callable[[], list[Finding]]]]:
-    """Two rounds of jobs for the ``chosen`` parts, or for all; the jobs of a round can run side by side.
+def rounds(chosen: Collection[str] = ()) -> dict[str, list[Callable[[], list[Finding]]]]:
+    """Two rounds of jobs by their names, for the ``chosen`` parts or for all; those of a round can run side by side.
 
     In the first round every part runs without a tool. So its kernels are compiled once, and not by each tool. In the
     second round every tool takes every part; the first tool's jobs come first.
@@ -230,10 +230,11 @@ def rounds(chosen: Collection[str] = ()) -> list[list[Callable[[], list[Finding]
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         raise ValueError("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
-    return [
-        [functools.partial(_run_alone, part) for part in names],
-        [functools.partial(_examine, sanitizer, tool, part) for tool, part in itertools.product(TOOLS, names)],
-    ]
+    watched = itertools.product(TOOLS, names)
+    return {
+        "compiling": [functools.partial(_run_alone, part) for part in names],
+        "sanitizing": [functools.partial(_examine, sanitizer, tool, part) for tool, part in watched],
+    }
 
 
 def _run_alone(part: str) -> list[Finding]:

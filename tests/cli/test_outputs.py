@@ -152,7 +152,7 @@ def of_a_kernel(done):
 
 def of_sanitize(done):
     return [
-        patch.object(sanitize, "rounds", lambda parts: [[], []]),
+        patch.object(sanitize, "rounds", lambda parts: {"sanitizing": []}),
         patch.object(progress, "run_with_bar", does(done, [])),
     ]
 

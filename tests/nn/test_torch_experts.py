@@ -213,6 +213,7 @@ def test_a_large_gate_of_the_clamped_activation_has_a_gradient_of_0(gate):
         inputs.gate_up_bias[:, ::2] = gate
     d_bias = step(inputs.call(activation="clamped_swiglu"), [inputs.gate_up_bias])[1]
     assert not d_bias[:, ::2].any() and d_bias.isfinite().all()
+    assert bool(d_bias[:, 1::2].any()) == (gate > 0)  # those of the second projection pass where the gate is open
 
 
 def test_biases_of_experts_without_tokens():

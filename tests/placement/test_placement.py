@@ -129,6 +129,14 @@ def test_a_wrong_trace_is_refused(routed, change, message, tmp_path):
         traces.load(tmp_path / "t.npz")
 
 
+def test_ids_below_zero_are_named_where_no_number_of_experts_is_given(routed, tmp_path):
+    topk = routed.topk.copy()
+    topk[7, 2, 1] = -1
+    np.savez(tmp_path / "t.npz", topk=topk)
+    with pytest.raises(ValueError, match=r"t\.npz: topk\[7, 2, 1\] is -1, but an expert's id is at least 0"):
+        traces.load(tmp_path / "t.npz")
+
+
 def test_files_that_are_no_traces_are_refused(tmp_path):
     (tmp_path / "t.npz").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match=r"t\.npz is truncated, or not an npz"):

@@ -163,9 +163,10 @@ def test_a_finding_decides_the_verdict(status, verdict, gpu_with_tool, monkeypat
     assert "packed" not in result.output
 
 
-def test_a_part_that_fails_by_itself_is_a_finding(gpu_with_tool):
+def test_a_part_that_fails_by_itself_is_a_finding(gpu_with_tool, monkeypatch):
     gpu_with_tool(0)
-    result = CliRunner().invoke(app, ["sanitize", "--part", "dispatch"])  # there is no CuPy to run it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that no part can run, not even where there is a GPU
+    result = CliRunner().invoke(app, ["sanitize", "--part", "dispatch"])
     assert result.exit_code == 1
     assert "no tool, dispatch: NOT CLEAN" in result.output and "memcheck, dispatch: clean" in result.output
     assert "Error" in result.output

@@ -70,7 +70,6 @@ def build(site: Path = SITE) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     gather(pages)
     frames.draw_all(sorted(ROOT.glob("notebooks/*.ipynb")), site / frames.FOLDER)
-    gc.set_threshold(100_000)  # what Sphinx reads stays: to look through it for garbage took a fourth of the time
     # In one process: each of several would import and parse the package's modules again.
     strict = ["--fail-on-warning", "--quiet", "-c", str(ROOT / "docs"), "-d", str(doctrees)]
     status = sphinx([*strict, str(pages), str(site)])
@@ -89,6 +88,7 @@ def main() -> int:
         check_place(site, given.force)
     except ValueError as error:
         parser.error(f"{error}, or add --force")
+    gc.set_threshold(100_000)  # what Sphinx reads stays: to look through it for garbage took a fourth of the time
     return build(site)
 
 
