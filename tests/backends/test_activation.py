@@ -116,6 +116,18 @@ def test_the_activation_alone_on_simt(function, dtype):
     assert_as_stated(*launches, stated("activation/1_elementwise.cu"), symbols)
 
 
+def test_what_lies_between_rows_is_neither_read_nor_written():
+    executor, pitch = SimtExecutor(), 24
+    whole = np.random.default_rng(5).standard_normal((ROWS, pitch)).astype(np.float32)
+    a = whole[:, :WIDTH]
+    with executor.recording() as launches:
+        found = raw.act(a, "gelu", executor=executor)
+    assert np.array_equal(found, raw.act(np.ascontiguousarray(a), "gelu", executor=executor))
+    assert found.strides == a.strides
+    symbols = {"R": ROWS, "h": WIDTH, "s": a.itemsize}
+    assert_as_stated(*launches, stated("activation/1_elementwise.cu"), symbols)
+
+
 A = np.ones((2, 3))
 NAN_AT_10 = np.array([[1.0, 1.0, 1.0], [np.nan, 1.0, 1.0]])
 

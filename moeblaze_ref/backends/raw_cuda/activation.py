@@ -2,7 +2,7 @@
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.arrays import dtype_of, size_of, whole_rows
+from moeblaze_ref.core.arrays import dtype_of, pitch_of, size_of, whole_rows
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime import Executor, executor_for
@@ -15,7 +15,6 @@ def act(a: Array, activation: str, executor: Executor | None = None) -> Array:
     act_a = gemm.like(executor, a)  # (R, h)
     if size_of(a):
         module = executor.load("activation/1_elementwise.cu", **gemm.constants(dtype, activation))
-        whole = whole_rows(a)  # what lies between the rows as well
-        R, h = whole.shape
-        module.launch("act", **gemm.per_element(R * h), a=whole, act_a=whole_rows(act_a), R=R, h=h)
+        (R, h), rows, act_rows = a.shape, whole_rows(a), whole_rows(act_a)
+        module.launch("act", **gemm.per_element(R * h), a=rows, act_a=act_rows, R=R, h=h, pitch=pitch_of(a))
     return act_a
