@@ -141,12 +141,16 @@ class LiveStorages(TorchDispatchMode):
     @property
     def sizes(self) -> list[int]:
         """Bytes of each storage that is alive now."""
-        self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
+        self._forget_freed()
         return sorted(self._alive.values())
+
+    def _forget_freed(self):
+        self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        before = sum(self.sizes)
+        self._forget_freed()
+        before = sum(self._alive.values())
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, Tensor) and tensor.device.type.startswith(self._device):
                 storage = StorageWeakRef(tensor.untyped_storage())

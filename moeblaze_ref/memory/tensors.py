@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from moeblaze_ref.core.config import ITEMSIZE
 
@@ -55,7 +56,7 @@ class Tensor:
         """The bytes in the paper's symbols, such as ``L*k*d*2``; also valid Python."""
         return "*".join(map(_text, self._factors))
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(map(int, self._factors))
