@@ -17,6 +17,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS) act(const Scalar* a, Scalar* act_a, int R, int h, int pitch) {
     const long long element = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (element >= (long long)R * h) return;
-    const long long at = element / h * pitch + element % h;
+    // Without gaps no division is needed.
+    const long long at = pitch == h ? element : element + element / h * (pitch - h);
     act_a[at] = from_float<Scalar>(ACTIVATION::act(to_float(a[at])));
 }
