@@ -81,7 +81,7 @@ SGLANG := sglang==0.5.23
 build/sglang: | $(STAMP)
 	-$(BIN)/pip download --quiet --no-deps --retries 1 --timeout 30 --dest $@ $(SGLANG)
 
-# A process a core and two more, of up to two GiB each. What needs a GPU has it, and the clock, to itself.
+# A process a core and one more, of up to two GiB each. What needs a GPU has it, and the clock, to itself.
 test: machine-for-tests $(STAMP) build/nbgrader build/sglang ## Run every test that can run on this machine
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m pytest --ignore tests/gpu --numprocesses auto --maxprocesses 8 --dist worksteal
