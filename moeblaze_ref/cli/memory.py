@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moeblaze_ref.cli.shared import AsJson, Force, Tokens, print_plots, show, user_errors
-from moeblaze_ref.core.checks import MAX_EXPERTS
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import PRESETS
 from moeblaze_ref.core.config import preset as find_preset
 from moeblaze_ref.core.routers import ROUTERS, Router, Shared
@@ -21,7 +21,7 @@ def memory(
     system: Annotated[list[str] | None, typer.Option(help="Only this system; repeatable.")] = None,
     activation: Annotated[str | None, typer.Option(help="Activation, in place of the preset's.")] = None,
     capacity_factor: Annotated[
-        float, typer.Option(help="Capacity factor, for the system capacity.", max=MAX_EXPERTS)
+        float, typer.Option(help="Capacity factor, for the system capacity.", max=checks.MAX_EXPERTS)
     ] = 1.25,
     router: Annotated[
         str | None, typer.Option(help=f"A model family's router, in place of a softmax: {', '.join(ROUTERS)}.")
@@ -69,7 +69,7 @@ def memory(
 def _shared(width, gated):
     if gated and width is None:
         raise ValueError("--shared-gate is given, but there is no shared expert: give its width with --shared")
-    return None if width is None else Shared(width, gated)
+    return None if width is None else Shared(checks.check_int("shared", width, 1), gated)
 
 
 def drawn(config, accounts, assumptions) -> dict:

@@ -113,7 +113,7 @@ def test_check_records_where_it_ran(tmp_path):
         (("memory", "--capacity-factor", "0"), "capacity_factor is 0.0, but it must be above 0"),
         (("memory", "--router", "mixtrall"), "unknown router 'mixtrall'. Did you mean 'mixtral'?"),
         (("memory", "--router", "llama4", "--system", "sonicmoe"), "sonicmoe is counted from its paper"),
-        (("memory", "--shared", "0"), "width is 0, but it must be >= 1"),
+        (("memory", "--shared", "0"), "shared is 0, but it must be >= 1"),
         (("memory", "--shared-gate"), "--shared-gate is given, but there is no shared expert"),
     ],
 )
