@@ -371,6 +371,11 @@ def many_terms_case() -> Case:
     return make_case(2057, 8, 48, 3, 2, "zipf", "more terms of the losses than threads of a block")
 
 
+def many_passes_case() -> Case:
+    """More tokens than the warps of the fused gating's whole grid take in one pass: 256 blocks of 32 warps."""
+    return make_case(256 * 32 + 8, 8, 8, 3, 1, "zipf", "more tokens than a pass of the fused gating")
+
+
 def wide_cases(width: int = 8) -> list[Case]:
     """Each with one size beyond what the other cases have: more tokens than a block can have threads, more experts a
     token than a warp has lanes, rows of more elements than a block of 256 threads. Other rows have ``width`` elements.

@@ -30,7 +30,6 @@ from moeblaze_ref.verify.cases import (
 
 # What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
 SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
-FIRST_VERSION = "1_naive"  # compiles fastest
 LAYER_DEVICES = {"simt": "cpu", "cuda": "cuda", ORACLE.name: "cpu"}  # where each backend runs the torch layers
 
 Found = TypeVar("Found")
@@ -199,7 +198,7 @@ def in_reach(backend: Backend, stage: str, cases: Iterable[Case], version: str |
     cases, cut to size.
     """
     if backend.name == "simt" and stage == "layer":
-        return [case for case in cases if case.activation == "swiglu" or version == FIRST_VERSION]
+        return [case for case in cases if case.activation == "swiglu" or version == comparisons.FIRST_VERSION]
     return cut_to_size(cases) if is_simulated(backend) else list(cases)
 
 

@@ -36,6 +36,7 @@ from moeblaze_ref.verify.cases import (
     logit_cases,
     many_blocks_case,
     many_choices_case,
+    many_passes_case,
     many_terms_case,
     many_tiles_case,
     many_tokens_case,
@@ -53,6 +54,8 @@ from moeblaze_ref.verify.packed import PackedLayer
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
 Expect = Callable[[Case, torch.dtype], Results]  # what the oracle makes of a case in a dtype
+
+FIRST_VERSION = "1_naive"  # compiles fastest
 
 # tf32 keeps 10 bits of a float's mantissa: each factor is off by at most 2^-11, a product of two by 2^-10, and a sum of
 # products by no more unless they cancel. The layer multiplies what it has multiplied before: twice that.
@@ -449,15 +452,18 @@ def extended(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
     and the dispatch get as many experts a token as there can be, the dispatch many tokens, too. The layer gets every
     activation under every policy, too, and each gradient alone. The capacity gets each, and one with equal gates, under
     every factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size and wider ones, too;
-    its 7_persistent gets only those that its tiles divide.
+    its 7_persistent gets only those that its tiles divide. Kernels that all versions share, the sums of the gating and
+    the layer's fused gating, get many tokens in the first version, where they take least time.
     """
     if stage == "gating":
+        many_tokens = [many_tokens_case()] if version == FIRST_VERSION else []
         cases = [*cases, *logit_cases(), many_choices_case()]
-        return [*cases, *renormalised(cases), many_terms_case()]
+        return [*cases, *renormalised(cases), many_terms_case(), *many_tokens]
     if stage == "dispatch":
         return [*cases, many_choices_case(), many_tokens_case()]
     if stage == "layer":
-        return [*cases, *every_choice(L=5, d=8, h=8, E=3, k=2), *single_gradients()]
+        many_tokens = [many_passes_case()] if version == FIRST_VERSION else []
+        return [*cases, *every_choice(L=5, d=8, h=8, E=3, k=2), *single_gradients(), *many_tokens]
     if stage == "capacity":
         return [one for case in [equal_gates_case(), *cases] for one in capacities(case)]
     if stage != "block_sparse":

@@ -16,7 +16,7 @@ from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
 from moeblaze_ref.systems.capacity import DROP_POLICIES
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import CAPACITY_FACTORS, GRADIENTS, WIDE_BLOCKS, Case, option_cases, standard_cases
-from moeblaze_ref.verify.comparisons import TORCH_LAYERS, block_of, extended, is_cast
+from moeblaze_ref.verify.comparisons import FIRST_VERSION, TORCH_LAYERS, block_of, extended, is_cast
 
 ONE = "-"  # in place of a kernel file, where a backend has one version
 
@@ -187,7 +187,7 @@ def _number(backend: str, stage: str, kernel: str, option: Option, value: str, f
 def _never(backend: str, stage: str, kernel: str, option: str, value: str) -> str:
     """Why no check of a kernel file has this value; empty if one must."""
     of_layer = (backend, stage, option) == ("simt", "layer", "activation")
-    if of_layer and value != "swiglu" and kernel != check.FIRST_VERSION:
+    if of_layer and value != "swiglu" and kernel != FIRST_VERSION:
         return COMPILED
     if option == "block" and kernel == HOPPER and int(value) % HOPPER_BLOCK:
         return WHOLE_BLOCKS

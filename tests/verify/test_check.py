@@ -267,6 +267,7 @@ ALL_CASES = [
     cases.many_tokens_case(8_448),
     cases.many_choices_case(),
     cases.many_terms_case(),
+    cases.many_passes_case(),
     *cases.wide_block_cases(),
     cases.whole_block_case(),
     cases.many_tiles_case(8),

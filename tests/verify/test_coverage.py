@@ -64,7 +64,7 @@ def test_a_reason_stands_for_no_more_than_it_says():
         for backend, cell in line.cells.items():
             if coverage.COMPILED in cell.values():
                 assert (line.stage, line.option, backend) == ("layer", "activation", "simt") and line.value != "swiglu"
-                assert cell[check.FIRST_VERSION] > 0
+                assert cell[comparisons.FIRST_VERSION] > 0
             for kernel, reason in cell.items():
                 if reason == coverage.NO_DTYPE and line.stage in STAGES:
                     version = None if kernel == coverage.ONE else kernel

@@ -357,15 +357,38 @@ def test_the_check_of_the_layer_catches_a_fault_of_its_fused_gating(right, wrong
     assert any(not row.ok for job in jobs for row in job())
 
 
-def test_the_check_of_the_gating_catches_a_sum_of_some_terms(monkeypatch):
-    """It needs more tokens than a fault of `FAULTS` may: a term is a block's, and a pass takes as many as threads."""
-    right = "i < num_terms; i += THREADS)"
-    wrong = right.replace("num_terms", "min(num_terms, THREADS)")
+def rows_of_case(stage, version, case):
+    of_version = [job for job in check.plan([stage], ["simt"]) if job.args[3] == version]
+    (job,) = [job for job in of_version if job.args[4].name == case.name]
+    return list(job())
+
+
+@pytest.mark.parametrize(
+    ("version", "right", "wrong", "case"),
+    [
+        ("2_warp", "i < num_terms; i +=", "i < min(num_terms, THREADS); i +=", cases.many_terms_case()),
+        ("1_naive", "tile < tiles; tile +=", "tile < min(tiles, THREADS); tile +=", cases.many_tokens_case()),
+    ],
+)
+def test_the_check_of_the_gating_catches_a_sum_of_the_first_pass(version, right, wrong, case, monkeypatch):
+    """It needs more tokens than a fault of `FAULTS` may: a pass takes as many terms, or counts, as threads."""
     plant(monkeypatch, "gating/sums.cu", with_fault("gating/sums.cu", right, wrong))
-    jobs = [job for job in check.plan(["gating"], ["simt"]) if job.args[3] == "2_warp"]
-    (job,) = [job for job in jobs if job.args[4].name == cases.many_terms_case().name]
-    forward, backward = job()
+    forward, backward = rows_of_case("gating", version, case)
     assert not forward.ok and backward.ok
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("for (; token < L; token += stride) {", "if (token < L) {"),
+        ("prob_sums + blockIdx.x * E, E)", "prob_sums + (blockIdx.x & 127) * E, E)"),
+        ("block < blocks; block += SUM_WARPS", "block < min(blocks, 96); block += SUM_WARPS"),
+    ],
+)
+def test_the_check_of_the_layer_catches_a_fused_gating_of_the_first_pass(right, wrong, monkeypatch):
+    plant(monkeypatch, "gating/fused.cu", with_fault("gating/fused.cu", right, wrong))
+    forward, *_ = rows_of_case("layer", "1_naive", cases.many_passes_case())
+    assert forward.direction == "forward" and not forward.ok
 
 
 def test_every_stage_and_version_has_a_fault():
