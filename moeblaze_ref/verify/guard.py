@@ -352,17 +352,17 @@ def _open_files_needed() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ChildProcessError(f"the kernel's processes cannot be watched any more ({error}), so they end") from None
+        raise ChildProcessError(f"the code's processes cannot be watched any more ({error}), so they end") from None
 
 
 def _check_size(processes: dict[int, int], starting: int, limits: Limits):
     number = len(processes) + starting
     if number > limits.processes:
-        raise ChildProcessError(f"the kernel has {number} processes, but {limits.processes} is the limit")
+        raise ChildProcessError(f"the code has {number} processes, but {limits.processes} is the limit")
     held, limit = sum(processes.values()) + _bytes_of_files_in_memory(processes), limits.resident_bytes
     if held > limit:
         raise ChildProcessError(
-            f"the kernel's processes hold {held / MIB:,.0f} MiB of memory, but {limit / MIB:,.0f} MiB is the limit"
+            f"the code's processes hold {held / MIB:,.0f} MiB of memory, but {limit / MIB:,.0f} MiB is the limit"
         )
 
 

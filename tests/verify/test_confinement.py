@@ -125,7 +125,7 @@ def test_a_watcher_that_can_open_no_more_files_ends_all_the_same(mark, monkeypat
         "const rlimit none = {0, 0}; prlimit(getppid(), RLIMIT_NOFILE, &none, nullptr);"
         "for (volatile int i = 0; i < 1; i = 0);"
     )
-    with pytest.raises(ChildProcessError, match="the kernel's processes cannot be watched any more .*, so they end"):
+    with pytest.raises(ChildProcessError, match="the code's processes cannot be watched any more .*, so they end"):
         check(combine_that(lowers, SYSTEM + NO_MORE_FILES))
     assert hostile.until(lambda: not hostile.processes_of(mark), limit=30)
     printed = capfd.readouterr().err

@@ -537,7 +537,7 @@ MANY = "for i in 1 2 3 4 5 6 7 8 9 10 11 12; do setsid sleep {mark} & done; "
     [
         # Of a child, too: it is what all hold together.
         (MUCH, "", {"resident_bytes": 2 << 30}, "hold [0-9,]+ MiB of memory, but 2,048 MiB is the limit"),
-        ("", MANY, {"processes": 8}, r"the kernel has \d+ processes, but 8 is the limit"),
+        ("", MANY, {"processes": 8}, r"the code has \d+ processes, but 8 is the limit"),
     ],
     ids=["memory", "processes"],
 )
@@ -589,6 +589,12 @@ def test_limits_that_the_kernel_itself_holds(capfd):
     printed = capfd.readouterr().err
     seconds = 60 * os.cpu_count() + 1
     assert f"cpu {seconds}, {seconds + 1} file {100 << 20} core 0" in printed and "larger: 1" in printed
+
+
+def test_what_a_kernel_prints_steers_no_terminal(capfd):
+    print_it = 'printf("\\033[31mred\\a\\r\\tplain \\302\\23331m \\303\\274\\n");'
+    assert not check(combine_that(print_it, "#include <cstdio>\n")).first_problem
+    assert r"\x1b[31mred\x07\r" + "\tplain " + r"\x9b31m" + " ü\n" in capfd.readouterr().err
 
 
 def test_a_process_that_has_used_its_cpu_time_is_out_of_time(monkeypatch):

@@ -102,7 +102,7 @@ def guarded(work, *steps, **environment):
 
 def processes_told(message):
     """How many processes a message says that there are, if it says that they are too many."""
-    return int(re.fullmatch(rf"the kernel has (\d+) processes, but {LIMIT} is the limit", message)[1])
+    return int(re.fullmatch(rf"the code has (\d+) processes, but {LIMIT} is the limit", message)[1])
 
 
 @USERS
@@ -130,7 +130,7 @@ def test_the_limit_is_reached_and_not_passed(mark):
     """The code itself is the first process."""
     assert guarded(f"children({LIMIT - 1})", MARK=mark)[0] == ["all", 0, []]
     told, _ = guarded(f"children({LIMIT})", "late", MARK=mark)
-    assert told == f"the kernel has {LIMIT + 1} processes, but {LIMIT} is the limit"
+    assert told == f"the code has {LIMIT + 1} processes, but {LIMIT} is the limit"
 
 
 @pytest.mark.parametrize("work", ["one_after_another", "threads"])
