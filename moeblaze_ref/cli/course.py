@@ -98,7 +98,7 @@ def grade(
     out: Annotated[Path, to_file(help="CSV to write: submission, exercise, kind, verdict, level, message.")],
     limit: Annotated[
         int, typer.Option(help="Seconds of one kernel, or of one process of a torch project.", min=1, max=MOST_SECONDS)
-    ] = 60,
+    ] = 120,
     memory: Annotated[float, typer.Option(help="GiB that one submission may hold.", min=0.5, max=2**20)] = 2,
     jobs: Annotated[
         int | None, typer.Option(help="Submissions at once; by default one a core, if memory allows.", min=1)

@@ -521,6 +521,25 @@ def test_numba_kernels_that_fit_nothing_or_do_harm(old, new, message):
 
 
 @pytest.mark.parametrize(
+    ("name", "old", "new", "failures"),
+    [
+        ("missing-barrier", "int count = 0;", "int count = none;", 0),
+        ("missing-barrier", "int* lengths,", "int* length,", 0),
+        ("combine", "total = ZERO", "total = (ZERO", 0),
+        ("combine", "from moeblaze_ref", "import sys\nfrom moeblaze_ref", 0),
+        ("missing-barrier", "int count = 0;", "int count = 1;", 1),
+        ("missing-barrier", "int count = 0;", "int count = 0; exit(0);", 1),
+    ],
+)
+def test_code_that_does_not_compile_or_fit_is_no_failure(name, old, new, failures):
+    """It uses up no hint, as an answer of the wrong form does not."""
+    desk, text = Desk(), EXERCISES[name].solution
+    with pytest.raises(Unsolved):
+        desk.check(name, text.replace(old, new, 1))
+    assert desk.failures[name] == failures
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("missing-barrier", "missing-barrier.cu has no kernel:"),

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import datetime
+import inspect
 import json
 import os
 import re
@@ -16,12 +17,13 @@ import processes
 import pytest
 from test_cli import moeblaze
 
+from moeblaze_ref.cli import course
 from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.course.exercises import grading, progress, submission
 from moeblaze_ref.course.exercises.desk import Desk, Unsolved
 from moeblaze_ref.course.exercises.grading import Grade
 from moeblaze_ref.course.exercises.sheets import EXERCISES
-from moeblaze_ref.verify import guard
+from moeblaze_ref.verify import guard, in_subprocess
 
 SHEETS = ROOT / "notebooks"
 
@@ -59,6 +61,9 @@ EXERCISES_OF_00 = [name for name in EXERCISES if name in (SHEETS / "exercises/00
 PREDICTED = 'predict("first-wall", x={}, routed_x={})'
 
 
+NAMED = "predict(name='first-wall', x=134_217_728, routed_x=2**30)"
+
+
 @pytest.mark.parametrize(
     ("cells", "exercise", "verdict", "message"),
     [
@@ -66,6 +71,10 @@ PREDICTED = 'predict("first-wall", x={}, routed_x={})'
         (["import numpy", PREDICTED.format("numpy.int64(134_217_728)", 2**30)], "first-wall", "right", ""),
         ([PREDICTED.format(134_217_728, 2)], "first-wall", "wrong", "routed_x is 2, which is less than what"),
         ([PREDICTED.format(1, 1), PREDICTED.format(134_217_728, 2**30)], "first-wall", "right", ""),
+        ([NAMED], "first-wall", "right", ""),
+        (["import moeblaze_ref.course.exercises as ex", "ex." + NAMED], "first-wall", "right", ""),
+        (["%time " + NAMED], "first-wall", "right", ""),
+        (["%time 1 / 0\n" + NAMED], "first-wall", "wrong", "ZeroDivisionError: division by zero"),
         ([PREDICTED.format("...", 1)], "first-wall", "unsolved", "x is still ..."),
         (["x = 1 / 0", PREDICTED.format(134_217_728, 2**30)], "first-wall", "right", ""),
         ([PREDICTED.format("1 / 0", 1)], "first-wall", "wrong", "ZeroDivisionError: division by zero"),
@@ -124,6 +133,10 @@ def test_a_name_in_any_encoding_is_graded(name, tmp_path, monkeypatch):
     assert moeblaze("course", "grade", tmp_path / "in", "--out", tmp_path / "x.csv").exit_code == 0
     first, *_ = csv.DictReader((tmp_path / "x.csv").read_text("utf-8").splitlines())
     assert first["submission"] == name.replace("\udcfc", r"\udcfc") and first["verdict"] == "right"
+
+
+def test_a_check_may_take_as_long_as_in_the_notebook():
+    assert inspect.signature(course.grade).parameters["limit"].default == in_subprocess.LIMIT_SECONDS
 
 
 @pytest.mark.parametrize("option", ["--memory=inf", "--memory=1e300", "--limit=10000000000"])

@@ -42,6 +42,15 @@ def cells_of(path):
 
 
 @pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.course)
+def test_a_link_of_a_sheet_becomes_its_words_and_the_path_of_what_is_there(course, sheet):
+    path = course / "source" / sheet.course / f"{sheet.course}.ipynb"
+    texts = [cell.source for cell in cells_of(path).values() if cell.cell_type == "markdown"]
+    assert not [text for text in texts if re.search(r"\]\((?!https?:)", text)]
+    paths = [found for text in texts for found in re.findall(r"\(((?:docs|notebooks)/[^)#]*)", text)]
+    assert paths and not [path for path in paths if not (ROOT / path).is_file()]
+
+
+@pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.course)
 def test_a_source_has_each_question_locked_each_answer_open_and_a_test_with_points(course, sheet):
     path = course / "source" / sheet.course / f"{sheet.course}.ipynb"
     nbformat.validate(nbformat.read(path, as_version=4))

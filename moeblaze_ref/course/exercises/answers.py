@@ -25,9 +25,17 @@ def answered_in(cell: str) -> Iterator[str]:
         return  # it answers nothing
     for node in nodes:
         match node:
-            case ast.Call(func=ast.Name(id=called), args=[ast.Constant(value=str(name))]) if called in _CALLS:
-                if name in EXERCISES:
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called)) if called in _CALLS:
+                if (name := _first_argument(node)) in EXERCISES:
                     yield name
+
+
+def _first_argument(call: ast.Call) -> str:
+    """The text that ``predict`` or ``construct`` gets as the name of the exercise; empty if it is no plain text."""
+    for value in [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "name")]:
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return value.value
+    return ""
 
 
 def send_answers(cells: tuple[str, ...], send: Callable[[bytes], Any]) -> None:

@@ -99,7 +99,8 @@ class Desk:
         Raises
         ------
         Unsolved
-            If the code does not compile or fit, is wrong or over budget, does not end, or ends its process.
+            If the code does not compile or fit, is wrong or over budget, does not end, or ends its process. Code that
+            does not compile or fit does not count as a failure.
         ValueError
             If there is no such exercise.
         """
@@ -110,7 +111,9 @@ class Desk:
         exercise = self._open(name, CodeExercise)
         try:
             found = exercise.examine(text, self.limits, stop)
-        except (ValueError, TypeError, OSError) as error:
+        except (ValueError, TypeError) as error:
+            raise Unsolved(str(error)) from None
+        except OSError as error:
             raise self._unsolved(str(error)) from None
         finally:
             self.last = exercise  # in a thread: another may have been tried meanwhile

@@ -66,7 +66,8 @@ CHECK = f"""\
 - **Division of the work**: the checker refuses a correct kernel in which one thread does the work of many. `accesses`
   is the number of accesses to global and shared memory of the thread that makes the most. `barriers` is the number of
   barriers that a block passes. `threads` is the number of threads that write to memory. Some budgets name a
-  means: `exchanges` between the lanes of a warp, `waits` at mbarriers, bytes `copied` by `cp.async`."""
+  means: `exchanges` between the lanes of a warp, `waits` at mbarriers, bytes `copied` by `cp.async`, and how many of
+  them are still `under_way` after a wait, added up over all waits."""
 TORCH = (
     "- **Write it in torch**: edit the code below `%%check` and run the cell. The code may import torch and a few "
     "modules of Python. The project runs it in processes of its own, on cases that it does not show. It compares the "

@@ -78,4 +78,6 @@ def _code(cell: str) -> tuple[str, str] | None:
 
 
 def _without_magics(cell: str) -> str:
-    return "\n".join("" if line.startswith(("%", "!")) else line for line in cell.splitlines())
+    """The cell without IPython's own lines; ``%time`` runs what follows it."""
+    lines = (line.removeprefix("%time ").lstrip() if line.startswith("%time ") else line for line in cell.splitlines())
+    return "\n".join("" if line.startswith(("%", "!")) else line for line in lines)

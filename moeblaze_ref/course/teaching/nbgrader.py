@@ -6,6 +6,7 @@ the unsolved one as a comment, and the solution below it. The marks of the comme
 nbgrader removes. So students get the cell of the sheet, whatever its language is.
 """
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -36,6 +37,8 @@ TEST = """\
 from moeblaze_ref.course.exercises import require_solved
 
 require_solved("{name}")"""
+FOLDER = "notebooks/exercises"  # of the sheets, whose links are relative to it
+_LINK = re.compile(r"\[(?P<words>[^\]]*)\]\((?!https?:)(?P<path>[^)]*)\)")
 COMMENTS = {"python": ("#", "'''", "'''"), "c++": ("//", "/*", "*/")}  # of a line, and around lines
 
 
@@ -67,9 +70,17 @@ def _both_texts(exercise: Exercise) -> str:
 
 
 def _without_links(text: str) -> str:
-    """The text of a cell that lies in no folder of the course: no paragraph on the solutions, links as words."""
+    """The text of a cell that lies in no folder of the course: no paragraph on the solutions, links as words and paths.
+
+    A path is that of the project: ``[one page](../../docs/cuda.md)`` becomes ``one page (docs/cuda.md)``.
+    """
     paragraphs = [one for one in text.split("\n\n") if "(../solutions/" not in one]
-    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", "\n\n".join(paragraphs))
+    return _LINK.sub(_words_and_path, "\n\n".join(paragraphs))
+
+
+def _words_and_path(link: re.Match[str]) -> str:
+    path = posixpath.normpath(f"{FOLDER}/{link['path']}")
+    return f"{link['words']} ({path})"
 
 
 def _marked(cell: NotebookNode, solution: bool = False, points: int | None = None) -> NotebookNode:

@@ -189,7 +189,7 @@ EXERCISES: tuple[Exercise, ...] = (
             """`half` begins at `THREADS // 2` and is halved in each round. In a round, the threads below `half` add
             `counts[thread + half]`; then *all* threads meet at `cuda.syncthreads()`.""",
         ),
-        why="""The sum takes `log2(THREADS)` rounds, in place of `THREADS` additions by one thread. The barrier is
+        why="""A tree takes `log2(THREADS)` rounds, in place of `THREADS` additions by one thread. The barrier is
             outside of the `if`, because all threads of the block must reach it.""",
     ),
     KernelExercise(
