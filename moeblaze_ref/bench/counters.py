@@ -25,8 +25,8 @@ from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.bench import ladder, stages
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.device import PRODUCT, Device, Gpu
-from moeblaze_ref.runtime.torch_bridge import bridge_to
 
 PRESETS = ("conf3", "conf4", "mixtral", "qwen3", "fine-grained")  # what conf1 lacks is work, not speed
 # Columns of a row: the metric by ncu's own name, and what its base unit is divided by.

@@ -20,10 +20,11 @@ from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.structures import HIDDEN
 from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.clock import interleave
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.source import Module
-from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
+from moeblaze_ref.runtime.torch_bridge import Bridge
 
 PRESETS = ("conf3", "qwen3")
 ABOVE, WHOLE = "the row above", "the whole"  # what a step is compared with

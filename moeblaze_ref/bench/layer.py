@@ -21,10 +21,10 @@ from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoELayer
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.ceilings import Ceilings
 from moeblaze_ref.runtime.clock import Contender, Lap, Samples, interleave, replayed
 from moeblaze_ref.runtime.device import Device, NoGraph
-from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
 from moeblaze_ref.verify.layers.faults import in_a_line
 

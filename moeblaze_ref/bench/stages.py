@@ -15,9 +15,10 @@ from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.clock import interleave, replayed
 from moeblaze_ref.runtime.device import Device
-from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
+from moeblaze_ref.runtime.torch_bridge import Bridge
 
 OURS, TORCH = "moeblaze", "torch"
 Subject = tuple[str, str | None]  # system and version

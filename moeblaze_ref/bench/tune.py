@@ -20,9 +20,9 @@ from moeblaze_ref.bench.roofline import cost_of
 from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.runtime import Executor
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.clock import interleave, replayed
 from moeblaze_ref.runtime.device import Device
-from moeblaze_ref.runtime.torch_bridge import bridge_to
 
 # Presets, some with another L: each class of layers has one at least.
 SHAPES = (("conf3", None), ("qwen3", None), ("mixtral", None), ("qwen3", 2**11), ("mixtral", 2**10))

@@ -14,7 +14,8 @@ from moeblaze_ref.core.arrays import has_values
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn.torch_operands import aligned
 from moeblaze_ref.nn.torch_transforms import check_backward, refuse_forward_mode
-from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
+from moeblaze_ref.runtime.bridge_choice import bridge_to
+from moeblaze_ref.runtime.torch_bridge import Bridge
 
 # A NamedTuple of what a system takes besides x: tensors or None. Each has a gradient, ``d_`` and its name.
 Operands = Any

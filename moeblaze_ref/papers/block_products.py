@@ -26,9 +26,9 @@ from moeblaze_ref.core.config import MODELS, MoEConfig
 from moeblaze_ref.core.structures import Array, Topology
 from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.results import Rows
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.clock import interleave, replayed
 from moeblaze_ref.runtime.device import Device
-from moeblaze_ref.runtime.torch_bridge import bridge_to
 
 MICRO_BATCHES = {"moe-XS": 64, "moe-Small": 32, "moe-Medium": 8}  # sequences; table 3, dMoE
 LOCAL_EXPERTS = 8  # 64 experts over 8 GPUs

@@ -24,10 +24,11 @@ from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.papers.results import Rows
 from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.clock import interleave, replayed
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.source import kernel_text
-from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
+from moeblaze_ref.runtime.torch_bridge import Bridge
 
 Job = Callable[[], Rows]
 

@@ -1,6 +1,5 @@
 """How torch tensors become arrays of the stages, and back, without a copy."""
 
-import functools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -77,24 +76,3 @@ def from_numpy(array: np.ndarray) -> Tensor:
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-@functools.cache
-def bridge_to(device: torch.device) -> Bridge:
-    """The bridge of a device.
-
-    Raises
-    ------
-    RuntimeError
-        If the device is a GPU and CuPy is missing.
-    """
-    if device.type == "cpu":
-        return CpuBridge()
-    try:
-        from moeblaze_ref.runtime.torch_gpu import GpuBridge
-    except ImportError as error:
-        raise RuntimeError(
-            f"x is on {device}, but CuPy, which launches the kernels there, cannot be imported: {error}; "
-            f"pip install 'moeblaze_ref[gpu]'"
-        ) from error
-    return GpuBridge(device)

@@ -12,7 +12,7 @@ from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.course.exercises.sheets import SHEETS
 from moeblaze_ref.course.notebook.markdown import cell_text
 from moeblaze_ref.course.teaching import quiz
-from moeblaze_ref.course.teaching.quiz import Choice, Number
+from moeblaze_ref.course.teaching.question import Choice, Number
 from moeblaze_ref.course.teaching.slides import section
 
 QUESTIONS = {question.name: question for question in quiz.questions()}

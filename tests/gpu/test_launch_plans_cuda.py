@@ -19,11 +19,11 @@ from moeblaze_ref.nn import (
     use_launch_plans,
     without_launch_plans,
 )
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.declarations import TENSOR_MAP, Parameter
 from moeblaze_ref.runtime.launch_plan.events import Launch, MapOf, Pointer
 from moeblaze_ref.runtime.launch_plan.sender import Sender
 from moeblaze_ref.runtime.tensor_map import BYTES, Layout
-from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.runtime.torch_capture import capture
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")

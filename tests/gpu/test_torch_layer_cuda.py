@@ -15,7 +15,7 @@ from moeblaze_ref.memory.accounting import account, step_account
 from moeblaze_ref.nn import without_launch_plans
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoEOutput
-from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.torch_capture import capture
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import every_choice

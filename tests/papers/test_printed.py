@@ -12,8 +12,8 @@ from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.papers import printed
 from moeblaze_ref.papers.items import ITEMS
+from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
-from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.verify.cases import relative_error
 
 TINY = MoEConfig(L=301, d=16, h=24, E=5, k=2)

@@ -1,67 +1,20 @@
 """A quiz of 44 questions: the sheet that students get, and the key, which is computed when it is written."""
 
-import random
 import string
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from moeblaze_ref.course.exercises.sheets import SHEETS
 from moeblaze_ref.course.notebook.markdown import cell_text
+from moeblaze_ref.course.teaching.question import Choice, Number, Question
+from moeblaze_ref.course.teaching.questions import kernels, memory, routing, systems
 
 TITLE = "# Quiz: the Mixture-of-Experts memory wall"
 KEY_TITLE = "# Quiz: the answers"
 TITLES = {sheet.course: sheet.title for sheet in SHEETS}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Question:
-    """What every question states."""
-
-    name: str
-    notebook: str  #: file name without its ending
-    heading: str  #: of the notebook's section, without its number
-    paper: str = ""  #: with its section; empty for a question on the project's own code
-    ask: str
-    why: str  #: one or two sentences
-
-    @property
-    def source(self) -> str:
-        """Where the answer stands."""
-        return ", ".join(filter(None, [f"notebook {self.notebook[:2]}, *{self.heading}*", self.paper]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice(_Question):
-    """A question with one right option."""
-
-    right: str
-    wrong: dict[str, str]  #: the other options, each with a sentence that says why it is wrong
-
-    @property
-    def options(self) -> list[str]:
-        """All options in an order that the question's name decides."""
-        mixed = [self.right, *self.wrong]
-        random.Random(self.name).shuffle(mixed)
-        return mixed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Number(_Question):
-    """A question for a number, which the project computes."""
-
-    unit: str
-    compute: Callable[[], float]
-    computed_by: str  #: the project's function that ``compute`` calls
-    slips: dict[float, str]  #: results of frequent mistakes, each with a sentence that says which
-
-
-Question = Choice | Number
-
-
 def questions() -> tuple[Question, ...]:
     """All questions, in the order of the notebooks."""
-    from moeblaze_ref.course.teaching.questions import kernels, memory, routing, systems
-
     return tuple(
         sorted(
             (*memory.QUESTIONS, *routing.QUESTIONS, *kernels.QUESTIONS, *systems.QUESTIONS),

@@ -6,7 +6,7 @@ from moeblaze_ref.backends.numpy_ref import activation
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.course.teaching.quiz import Choice, Number, Question
+from moeblaze_ref.course.teaching.question import Choice, Number, Question
 
 PRODUCT, BACKWARD, HOPPER = "03_gather_gemm_swiglu", "04_backward_by_hand", "06_hopper"
 

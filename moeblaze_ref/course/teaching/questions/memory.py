@@ -2,7 +2,7 @@
 
 from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.course.teaching.quiz import Choice, Number, Question
+from moeblaze_ref.course.teaching.question import Choice, Number, Question
 from moeblaze_ref.memory.accounting import account
 
 WALL, POLICIES = "00_memory_wall", "05_smart_checkpoint"

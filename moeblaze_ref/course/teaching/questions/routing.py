@@ -3,7 +3,7 @@
 import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import dispatch
-from moeblaze_ref.course.teaching.quiz import Choice, Number, Question
+from moeblaze_ref.course.teaching.question import Choice, Number, Question
 from moeblaze_ref.memory.accounting import dropped_and_padded
 from moeblaze_ref.systems.capacity import capacity_for, expert_capacity
 from moeblaze_ref.verify.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS

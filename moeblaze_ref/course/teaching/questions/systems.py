@@ -5,7 +5,7 @@ import numpy as np
 from moeblaze_ref.backends.numpy_ref import gating
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.core.units import GB
-from moeblaze_ref.course.teaching.quiz import Choice, Number, Question
+from moeblaze_ref.course.teaching.question import Choice, Number, Question
 from moeblaze_ref.memory.rows import megablocks_rows
 from moeblaze_ref.placement import trace
 from moeblaze_ref.plan import recipes
