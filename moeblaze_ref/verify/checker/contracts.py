@@ -1,5 +1,7 @@
 """Contracts of the tasks: the inputs of a reader's kernel, and the outputs that it must write.
 
+Those of a stage's function come from `core.stage_contracts`; the steps of block_sparse are kernels alone.
+
 A task is a stage, or a stage and one of its steps or gradients: ``expert_up``, ``expert_up.d_x``.
 Tensors and sizes have the project's names, by which a kernel's parameters are matched, so their
 order is free and a kernel declares only what it needs.
@@ -15,7 +17,8 @@ import numpy as np
 from moeblaze_ref.backends.numpy_ref import activation, block_sparse, combine, dispatch, expert_down, expert_up, gating
 from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.config import is_gated
-from moeblaze_ref.core.contract import DTYPE, INT32, ROUTING
+from moeblaze_ref.core.contract import DTYPE, INT32, ROUTING, Structure, Tensor, Value
+from moeblaze_ref.core.contract import Contract as FunctionContract
 from moeblaze_ref.core.structures import Dispatch, PaddedBins
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case
@@ -255,84 +258,103 @@ def _named(names, arrays):
     return dict(zip(names, arrays, strict=True))
 
 
+_IN_KERNELS = {"offsets": ("expert_token_offsets",), "dispatch": ROUTES}  # what a kernel has in place of an argument
+
+
+def _of(
+    function: FunctionContract, adds: tuple[str, ...] = (), but: tuple[str, ...] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Inputs and outputs of a kernel that computes what a stage's function returns.
+
+    These are the function's tensors without ``but``. A kernel also takes ``adds``, and index structures for a dispatch.
+    """
+    taken = [one for one in function.arguments if not isinstance(one, Value) and one.name not in but]
+    tensors = [name for one in taken if isinstance(one, Tensor) for name in _IN_KERNELS.get(one.name, (one.name,))]
+    routes = [name for one in taken if isinstance(one, Structure) for name in _IN_KERNELS[one.name]]
+    outputs = [
+        name for one in function.results if one.name not in but for name in _IN_KERNELS.get(one.name, (one.name,))
+    ]
+    return (*tensors, *adds, *routes), tuple(outputs)
+
+
 _ROWS, _HIDDEN = ("expert_token_indices", "token_index_map"), ("a", "b", "y_swi")
 _BLOCK_INDICES = ("column_indices", "row_indices", "transpose_indices")
 _ALL = (
     Contract(
         "gating", "softmax over the experts and the k best of each token",
-        ("logits",), ("probs", "topk_experts", "gates"), "ceil(L / THREADS)",
+        *_of(stage_contracts.GATING), "ceil(L / THREADS)",
         lambda given: gating.forward(given.logits, given.k, given.renormalize)._asdict(),
     ),
     Contract(
         "gating.backward", "the logits' gradient from those of the gates and of both losses",
-        ("d_gates", "logits", "topk_experts", "shares", "d_load_balancing_loss", "d_router_z_loss"), ("d_logits",),
+        *_of(stage_contracts.GATING_BACKWARD, adds=("shares", "d_load_balancing_loss", "d_router_z_loss")),
         "ceil(L / THREADS)", _gating_backward,
     ),
     Contract(
         "dispatch.dense_map", "step 1: entry (i, e) is i if token i goes to expert e, else -1",
-        ("topk_experts",), ("dense_map",), "ceil(L / THREADS)", _dense_map, ("token_expert_indices",),
+        *_of(stage_contracts.DENSE_MAP), "ceil(L / THREADS)", _dense_map, ("token_expert_indices",),
     ),
     Contract(
         "dispatch.expert_lengths", "step 2a: the tokens of each expert, counted down its column",
-        ("dense_map",), ("lengths",), "E", lambda given: {"lengths": dispatch.expert_lengths(given.dense_map)},
+        *_of(stage_contracts.EXPERT_LENGTHS), "E", lambda given: {"lengths": dispatch.expert_lengths(given.dense_map)},
     ),
     Contract(
         "dispatch.expert_offsets", "step 2b: the exclusive prefix sum of the lengths, and R at its end",
-        ("lengths",), ("expert_token_offsets",), "1",
+        *_of(stage_contracts.EXPERT_OFFSETS), "1",
         lambda given: {"expert_token_offsets": dispatch.expert_offsets(given.lengths)},
     ),
     Contract(
         "dispatch.route_indices", "step 3: the position of every routed row",
-        ("dense_map", "expert_token_offsets", "topk_experts"), _ROWS, "E",
+        *_of(stage_contracts.ROUTE_INDICES), "E",
         lambda given: _named(
             _ROWS, dispatch.route_indices(given.dense_map, given.expert_token_offsets, given.topk_experts)
         ),
     ),
     Contract(
         "expert_up", "a = x w1, b = x w2, y_swi = act(a) * b for every routed row",
-        ("x", "w1", "w2", *ROUTES), _HIDDEN, "ceil(R h / THREADS)",
+        *_of(stage_contracts.EXPERT_UP), "ceil(R h / THREADS)",
         lambda given: _named(
             _HIDDEN, expert_up.forward(given.x, given.w1, given.w2, given.dispatch, given.activation)
         ),
     ),
     Contract(
         "expert_up.d_x", "the gradient of x, summed over each token's slots",
-        ("d_a", "d_b", "w1", "w2", *ROUTES), ("d_x",), "ceil(L d / THREADS)",
+        *_of(stage_contracts.EXPERT_UP_D_X), "ceil(L d / THREADS)",
         lambda given: {"d_x": expert_up.input_gradient(given.d_a, given.d_b, given.w1, given.w2, given.dispatch)},
     ),
     Contract(
         "expert_up.d_w", "the gradient of w1 from that of a, or of w2 from that of b; zeros for experts without rows",
-        ("d_hidden", "x", *ROUTES), ("d_w",), "ceil(E d h / THREADS)",
+        *_of(stage_contracts.EXPERT_UP_D_W), "ceil(E d h / THREADS)",
         lambda given: {"d_w": expert_up.weight_gradient(given.d_hidden, given.x, given.dispatch)},
     ),
     Contract(
         "expert_down", "y = y_swi w3 for every routed row",
-        ("y_swi", "w3", *ROUTES), ("y",), "ceil(R d / THREADS)",
+        *_of(stage_contracts.EXPERT_DOWN), "ceil(R d / THREADS)",
         lambda given: {"y": expert_down.forward(given.y_swi, given.w3, given.dispatch)},
     ),
     Contract(
         "expert_down.d_hidden",
         "the gradients of a and b, gate * y_swi, and each element's share of its gate's gradient",
-        ("d_out", "gates", "gate_of_row", "a", "b", "w3", *ROUTES), ("d_a", "d_b", "gated_y"), "ceil(R h / THREADS)",
-        _d_hidden, ("gate_terms",),
+        *_of(stage_contracts.EXPERT_DOWN_D_HIDDEN, adds=("gate_of_row",), but=("y_swi", "d_gates")),
+        "ceil(R h / THREADS)", _d_hidden, ("gate_terms",),
     ),
     Contract(
         "expert_down.d_w3", "the gradient of w3 from gate * y_swi; zeros for experts without rows",
-        ("gated_y", "d_out", *ROUTES), ("d_w3",), "ceil(E h d / THREADS)",
+        *_of(stage_contracts.EXPERT_DOWN_D_W3), "ceil(E h d / THREADS)",
         lambda given: {"d_w3": expert_down.weight_gradient(given.gated_y, given.d_out, given.dispatch)},
     ),
     Contract(
         "combine", "each token's sum of its rows of y, weighted by its gates",
-        ("y", "gates", *ROUTES), ("out",), "ceil(L d / THREADS)",
+        *_of(stage_contracts.COMBINE), "ceil(L d / THREADS)",
         lambda given: {"out": combine.forward(given.y, given.gates, given.dispatch)},
     ),
     Contract(
         "combine.d_y", "the gradient of y: gate * d_out of each row's token",
-        ("d_out", "gates", *ROUTES), ("d_y",), "ceil(R d / THREADS)", _d_y,
+        *_of(stage_contracts.COMBINE_BACKWARD, but=("y", "d_gates")), "ceil(R d / THREADS)", _d_y,
     ),
     Contract(
         "combine.d_gates", "the gradient of the gates: <d_out, y> of each slot",
-        ("d_out", "y", *ROUTES), ("d_gates",), "ceil(R / THREADS)", _d_gates,
+        *_of(stage_contracts.COMBINE_BACKWARD, but=("gates", "d_y")), "ceil(R / THREADS)", _d_gates,
     ),
     Contract(
         "block_sparse.pad_offsets", "where each expert's rows begin if its group fills whole blocks, and P at the end",
