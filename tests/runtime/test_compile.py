@@ -27,7 +27,6 @@ from moeblaze_ref.bench import ladder
 from moeblaze_ref.core.config import ACTIVATIONS, CLAMPED_SWIGLU
 from moeblaze_ref.core.layouts import LAYOUTS
 from moeblaze_ref.core.paths import kernels_dir
-from moeblaze_ref.course.notebook.hopper import RING
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource, kernel_text
 
@@ -254,10 +253,6 @@ def test_a_serialized_product_is_seen():
     source = KernelSource.read(file, gemm.constants("bfloat16", "swiglu", tiles.FIXED["6_specialized"]), text)
     with pytest.raises(AssertionError, match=SERIALIZED):
         usage(source, "sm_90a")
-
-
-def test_the_ring_of_the_notebook_fits_into_registers():
-    assert_fits(KernelSource.read("ring.cu", {"Scalar": "__half", "STAGES": 4}, RING.read_text()))
 
 
 def test_a_spill_would_be_seen():

@@ -3,8 +3,8 @@
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.transforms import blended_transform_factory
 
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.backends.raw_cuda.tiles import FIXED
 from moeblaze_ref.bench import ladder, report, results
 from moeblaze_ref.bench.document import change_of, change_text, signed, trials
 from moeblaze_ref.core import checks
@@ -23,11 +25,11 @@ from moeblaze_ref.core.units import GB
 from moeblaze_ref.course.notebook.dispatch import PALE
 from moeblaze_ref.course.notebook.gemm import edited
 from moeblaze_ref.course.notebook.markdown import bullets, table
-from moeblaze_ref.course.notebook.sources import block, defined, definition, shown
 from moeblaze_ref.memory.accounting import uniform_counts
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, behind, filled
 from moeblaze_ref.runtime import ceil_div
 from moeblaze_ref.runtime.simt.executor import KernelFault, SharedTraffic, SimtExecutor
+from moeblaze_ref.runtime.source import kernel_text
 from moeblaze_ref.runtime.tensor_map import TensorMap
 
 # An H200's, by its maker's figures.
@@ -134,79 +136,92 @@ def column_reads(chunk: int) -> dict[str, SharedTraffic]:
 
 # The ring of stages ---------------------------------------------------------------------------------------------------
 
-RING = Path(__file__).with_name("ring.cu")
+RING, RING_KERNEL = "expert_up/6_specialized.cu", "expert_up"
 RING_STEPS = 8
-EVENTS = ("loads", "multiplies", "releases")  # of ring.cu, in its order
+EVENTS = ("loads", "multiplies", "releases")
+FULL, EMPTY = "barrier_wait(&shared.full[state.stage], state.parity);", "barrier_wait(&shared.empty[state.stage], state"
+RELEASE = "if (step > 0 && lane_id() == 0) barrier_arrive(read);"
+# Added to the kernel, in the lines that are there: one thread of each role writes its events into a log. The last stage
+# is not given back.
+LOGGED = {
+    "int d, int h, int E) {": "int d, int h, int E, int* log) { auto note = [&](int event, int step) { "
+    "const int line = atomicAdd(log, 1); log[1 + 2 * line] = event; log[2 + 2 * line] = step; };",
+    f"{EMPTY}.parity ^ 1);": f"{EMPTY}.parity ^ 1); if (threadIdx.x == WARPGROUP) note(0, step);",
+    FULL: f"{FULL} if (threadIdx.x == 0) note(1, step);",
+    RELEASE: f"if (step > 0 && threadIdx.x == 0) note(2, step - 1); {RELEASE}",
+}
 
 
 class RingFault(NamedTuple):
-    """A mistake in ring.cu."""
+    """A mistake in the ring."""
 
     right: str  #: what stands there
     wrong: str  #: what stands in its place
     why: str  #: it ends as it does
 
 
-RELEASE = "if (lane_id() == 0) barrier_arrive(&shared.empty[stage]);"
 RING_FAULTS = {
     "multiplies before the data are there": RingFault(
-        "barrier_wait(&shared.full[stage], parity);",
+        FULL,
         ";",
-        "stages are given back before their copies have landed, and the producer asks for more: a second announcement "
-        "in the same phase of `full`",
+        "the consumer's fence comes before a producer's copy, so nothing orders the copy before the product",
     ),
     "loads into a stage that is being read": RingFault(
-        "barrier_wait(&shared.empty[stage], parity ^ 1);",
+        f"{EMPTY}.parity ^ 1);",
         ";",
-        "the same end from the other side: the producer reaches a stage whose first copies no consumer has taken",
+        "the same from the other side: the producers write into a stage whose product has not begun",
     ),
     "forgets that rounds alternate": RingFault(
-        "parity = step / STAGES % 2;",
-        "parity = 0;",
-        "the same end once more: a wait for the first round's phase is over at once in all later rounds, "
-        "so no thread waits",
+        "state.parity",
+        "0",
+        "the same once more: a wait for the first round's phase is over at once in later rounds, so no thread waits",
+    ),
+    "arrives before its copies have landed": RingFault(
+        "cp_async_arrive(full);",
+        "barrier_arrive(full);",
+        "a thread continues while `cp.async` copies: `cp_async_arrive` lets the copies arrive by themselves",
     ),
     "takes the sums before the product is done": RingFault(
-        "        wgmma_wait<0>();\n",
+        "    wgmma_wait<0>();\n",
         "",
         "barriers guard shared memory; the sums are in registers, which only this wait guards",
     ),
-    "brings the same part of a for every step": RingFault(
-        "step * DEPTH, 0);",
-        "0, 0);",
+    "brings the same part of x for every step": RingFault(
+        "step * TILE_DEPTH, d);",
+        "0, d);",
         "barriers count arrivals and bytes, not which bytes: this mistake only the result shows",
     ),
     "never gives a stage back": RingFault(
-        RELEASE, ";", "the producer waits for a phase of `empty` without one arrival; a GPU would hang without a word"
+        RELEASE, ";", "the producers wait for a phase of `empty` without one arrival; a GPU would hang without a word"
     ),
     "only one warp gives the stage back": RingFault(
         RELEASE,
-        "if (threadIdx.x == WARPGROUP) barrier_arrive(&shared.empty[stage]);",
+        RELEASE.replace("lane_id() == 0", "threadIdx.x == 0"),
         "a phase ends when as many have arrived as the barrier was made for: a warp that is forgotten counts",
     ),
     "expects too few bytes": RingFault(
-        "sizeof(Stage));",
-        "sizeof(Stage) - 16);",
+        "barrier_arrive_expecting(full, B_BYTES);",
+        "barrier_arrive_expecting(full, B_BYTES - 16);",
         "more bytes arrive than were announced: what is missing falls below zero, and a phase ends at zero alone",
     ),
     "counts one stage more than there are": RingFault(
-        "step % STAGES, parity",
-        "step % (STAGES + 1), parity",
+        "PipelineState<STAGES> state;",
+        "PipelineState<STAGES + 1> state;",
         "what lies behind the last barrier is no barrier, though it is shared memory all the same",
     ),
 }
 
 
 class RingRun(NamedTuple):
-    """Result and events of one launch of ring.cu."""
+    """Result and events of one launch of the ring."""
 
     log: list[tuple[str, int]]  #: (event, step), in the order in which they happened
-    c: np.ndarray  #: (64, 256) float32
-    expected: np.ndarray  #: (64, 256) float64
+    c: np.ndarray  #: (L, 2 * 64) bfloat16: x w1 beside x w2
+    expected: np.ndarray  #: (L, 2 * 64) float64
 
 
-def run_ring(stages: int, steps: int = RING_STEPS, text: str | None = None, seed: int = 0) -> RingRun:
-    """Launch ring.cu, or ``text`` in its place, on the SIMT executor; the seed is that of the threads' order.
+def run_ring(stages: int, steps: int = RING_STEPS, fault: RingFault | None = None, seed: int = 0) -> RingRun:
+    """Launch version 6 of ``expert_up`` on the SIMT executor, for one tile; the seed is that of the threads' order.
 
     The ring has ``stages``, and the depth has ``steps`` of 64.
 
@@ -215,20 +230,46 @@ def run_ring(stages: int, steps: int = RING_STEPS, text: str | None = None, seed
     KernelFault
         If the kernel does what a GPU would not survive.
     """
-    checks.check_int("stages", stages, at_least=1, at_most=5)
+    checks.check_int("stages", stages, at_least=2, at_most=5)
+    L, h, d, tile = 120, 64, 64 * steps, replace(FIXED["6_specialized"], stages=stages)
     rng, executor = np.random.default_rng(0), SimtExecutor(seed=seed)
-    a, b = (rng.standard_normal(size).astype("bfloat16") for size in ((64, 64 * steps), (64 * steps, 256)))
-    c, log = executor.empty((64, 256), "float32"), np.zeros(1 + 2 * len(EVENTS) * steps, np.int32)
-    module = executor.load("ring.cu", text=text or RING.read_text(), Scalar="__nv_bfloat16", STAGES=stages)
-    maps = {"a": TensorMap(a, (64, 64)), "b": TensorMap(b, (64, 64))}
-    shared_bytes = 1024 + stages * (5 * 64 * 128 + 2 * 8)  # panels and barriers
-    module.launch("ring", 1, 256, shared_bytes, **maps, c=c, log=log, steps=steps)
+    x, w1, w2 = (rng.standard_normal(size).astype("bfloat16") for size in ((L, d), (1, d, h), (1, d, h)))
+    dispatch = build_by_sort(np.zeros((L, 1), np.int32), 1)
+    a, b, y_swi = (executor.empty((L, h), "bfloat16") for _ in range(3))
+    log = np.zeros(1 + 2 * len(EVENTS) * steps, np.int32)
+    text = edited(RING, kernel_text(RING), {fault.right: fault.wrong} if fault else {})
+    executor.load(RING, text=_logged(text), **gemm.constants("bfloat16", "swiglu", tile)).launch(
+        RING_KERNEL,
+        **gemm.rows_launch(executor, "6_specialized", dispatch, h, tile, results=2),
+        x=x,
+        w1=executor.tensor_map(w1, gemm.WEIGHTS_BOX),
+        w2=executor.tensor_map(w2, gemm.WEIGHTS_BOX),
+        expert_token_indices=dispatch.expert_token_indices,
+        expert_token_offsets=dispatch.expert_token_offsets,
+        a=a,
+        b=b,
+        y_swi=y_swi,
+        d=d,
+        h=h,
+        log=log,
+    )
     events = [(EVENTS[event], int(step)) for event, step in log[1 : 1 + 2 * log[0]].reshape(-1, 2)]
-    return RingRun(events, c, a.astype(float) @ b.astype(float))
+    right = x.astype(float) @ np.concatenate([w1[0], w2[0]], axis=1).astype(float)
+    return RingRun(events, np.concatenate([a, b], axis=1), right)
+
+
+def _logged(text: str) -> str:
+    """The kernel with its log; where a mistake has replaced a line, nothing is logged."""
+    return edited(RING, text, {right: other for right, other in LOGGED.items() if right in text})
+
+
+def ring_error(run: RingRun) -> float:
+    """The relative error of a run's result, of which 2^-9 is the rounding to bfloat16."""
+    return float(np.linalg.norm(run.c.astype(float) - run.expected) / np.linalg.norm(run.expected))
 
 
 def ring_picture(stages: int) -> Figure:
-    """Draw the events of one run of ring.cu from left to right, a line for each stage.
+    """Draw the events of one run of the ring from left to right, a line for each stage.
 
     The order is one that the kernel's own waits allow, the latest for every copy; it says nothing of time.
     """
@@ -236,7 +277,7 @@ def ring_picture(stages: int) -> Figure:
     at = {event: number for number, event in enumerate(log)}
     figure, axes = panels(10, 1.6 + 0.5 * stages)
     for step in range(RING_STEPS):
-        begin, multiplied, end = (at[event, step] for event in EVENTS)
+        begin, multiplied, end = (at.get((event, step), len(log)) for event in EVENTS)
         for left, right, color in ((begin, multiplied, SKY), (multiplied, end, ORANGE)):
             place, size = (left, step % stages - 0.4), (right - left, 0.8)
             cell(axes, place, size, filled(color), f"{step}", fontsize=10, bbox=behind(color))
@@ -255,30 +296,16 @@ def most_ahead(log: Sequence[tuple[str, int]]) -> int:
 
 
 def ring_fault(name: str, stages: int = 3) -> str:
-    """Run ring.cu with one of ``RING_FAULTS``; return the executor's message, or the result's error."""
-    right, wrong, _ = RING_FAULTS[checks.check_name("fault", name, RING_FAULTS)]
-    text = edited(RING.name, RING.read_text(), {right: wrong})
+    """Run the ring with one of ``RING_FAULTS``; return the executor's message, or the result's error."""
+    fault = RING_FAULTS[checks.check_name("fault", name, RING_FAULTS)]
     try:
-        run = run_ring(stages, text=text)
-    except KernelFault as fault:
-        return str(fault).partition("): ")[2]
-    error = np.linalg.norm(run.c - run.expected) / np.linalg.norm(run.expected)
-    return "nothing is said" if error < 1e-6 else f"a wrong result, relative error {error:.2g}"
-
-
-def show_ring(*functions: str) -> Markdown:
-    """Functions of ring.cu, as the file has them.
-
-    Raises
-    ------
-    ValueError
-        If there is no such function.
-    """
-    text = RING.read_text()
-    for function in functions:
-        checks.check_name("function of ring.cu", function, defined(text))
-    code = "\n\n".join(definition(text, name) for name in functions)
-    return shown(block("c++", f"moeblaze_ref/course/notebook/{RING.name}", code))
+        run = run_ring(stages, fault=fault)
+    except KernelFault as raised:
+        return str(raised).partition("): ")[2]
+    error = ring_error(run)
+    if np.isnan(error):
+        return "a wrong result, which holds NaN: shared memory begins as poison"
+    return "nothing is said" if error < 0.01 else f"a wrong result, relative error {error:.2g}"
 
 
 # Who holds what of a product ------------------------------------------------------------------------------------------
