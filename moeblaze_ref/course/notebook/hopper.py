@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from IPython.display import Markdown
@@ -15,7 +15,7 @@ from matplotlib.transforms import blended_transform_factory
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.backends.raw_cuda.tiles import FIXED
+from moeblaze_ref.backends.raw_cuda.tiles import FIXED, WarpgroupTile
 from moeblaze_ref.bench import ladder, report, results
 from moeblaze_ref.bench.document import change_of, change_text, signed, trials
 from moeblaze_ref.core import checks
@@ -231,7 +231,7 @@ def run_ring(stages: int, steps: int = RING_STEPS, fault: RingFault | None = Non
         If the kernel does what a GPU would not survive.
     """
     checks.check_int("stages", stages, at_least=2, at_most=5)
-    L, h, d, tile = 120, 64, 64 * steps, replace(FIXED["6_specialized"], stages=stages)
+    L, h, d, tile = 120, 64, 64 * steps, replace(cast(WarpgroupTile, FIXED["6_specialized"]), stages=stages)
     rng, executor = np.random.default_rng(0), SimtExecutor(seed=seed)
     x, w1, w2 = (rng.standard_normal(size).astype("bfloat16") for size in ((L, d), (1, d, h), (1, d, h)))
     dispatch = build_by_sort(np.zeros((L, 1), np.int32), 1)
