@@ -34,7 +34,7 @@ __device__ __forceinline__ unsigned lanes_with_same(int expert, unsigned among) 
     return same;
 }
 
-// Whether no higher lane is in the mask: one lane of each group, to write for all of it.
+// True if no higher lane is in the mask: one lane of each group, to write for all of it.
 __device__ __forceinline__ bool is_highest_of(unsigned lanes) { return lanes >> lane_id() == 1; }
 
 __device__ __forceinline__ int words_of_expert(int L) { return (L + THREADS - 1) / THREADS * WARPS; }

@@ -4,7 +4,7 @@
 // Source       Beyond MoEBlaze (arXiv 2601.05296), section 4.2: its tile-wise scan, for all experts at
 //              once. It is one pass of a radix sort whose digit is the expert.
 // Idea         In place of a map, one count for each expert and tile. Their scan tells every tile where
-//              its rows of each expert go; the order inside the tile nobody else need know. And since a
+//              its rows of each expert go; no other tile needs the order inside the tile. And since a
 //              token's experts are distinct, K lanes count a token at once without meeting in a count.
 //              A slot may be EMPTY: its expert is elsewhere. It is no row, and its place is EMPTY too.
 // Runs on      sm_80 and newer; SIMT executor.

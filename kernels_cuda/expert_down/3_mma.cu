@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     store_tile(sums, y + (long long)tile.first * d + first_column, tile.rows, d - first_column, d);
 }
 
-// What the forward kept of eight hidden elements of a row.
+// Eight hidden elements of a row, as the forward kept them.
 struct Hidden {
     Eight a_values, b_values;
 

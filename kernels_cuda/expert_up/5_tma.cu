@@ -18,7 +18,7 @@
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a gated
 // activation, else 1. C = ceil(G h / TILE_COLUMNS); tiles is the sum over the experts of ceil(rows / TILE_ROWS); blocks
 // is the whole grid. In an expert's last tile the last row takes the place of those that it lacks. 2 R d h G FLOPs.
-// Bound: the latency of the loads, since those who multiply have to ask for them in between.
+// Bound: the latency of the loads, since the threads that multiply also issue the loads in between.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
 #include "hopper/results.cuh"

@@ -118,8 +118,8 @@ __device__ __forceinline__ Exponentials exponentials_of_chosen(const float* logi
 
 __device__ __forceinline__ float share_of(Exponentials row, float logit) { return expf(logit - row.peak) / row.sum; }
 
-// All that reaches the logits, in one pass. Through the softmax, d_logit = p (d_p - mean of d_p):
-//   of the gates              d_p is d_gate for who was chosen, and 0 for the others. Renormalised gates
+// The whole gradient of the logits, in one pass. Through the softmax, d_logit = p (d_p - mean of d_p):
+//   of the gates              d_p is d_gate for chosen experts, and 0 for the others. Renormalised gates
 //                             are a softmax over the chosen: the others get nothing. A shift of all d_p
 //                             changes nothing; that of the best choice is taken away, whose gate may be
 //                             near 1: d_p - mean would leave few digits;

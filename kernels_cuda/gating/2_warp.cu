@@ -7,7 +7,7 @@
 // Idea         Neighbouring lanes read neighbouring columns, PACK of them at once, and the row is read
 //              from memory once. Each lane sorts its own columns; then choosing is merging 32 lists, of
 //              which only the heads are compared. The backward needs no probabilities but those that it
-//              makes of the logits, and adds up all that reaches a logit before it writes.
+//              makes of the logits, and adds up the whole gradient of a logit before it writes.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    THREADS per block (whole warps); PER_LANE columns of a lane, at least E / 32; PACK, which
 //              divides E and PER_LANE; RENORMALIZE, 1 if gates are divided by their sum; BALANCE and Z_LOSS,
@@ -83,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_z_terms(const float
     if (threadIdx.x == 0) terms[blockIdx.x] = term;
 }
 
-// All that reaches the logits, in one pass. Through the softmax, d_logit = p (d_p - mean of d_p):
-//   of the gates              d_p is d_gate for who was chosen, and 0 for the others. Renormalised gates
+// The whole gradient of the logits, in one pass. Through the softmax, d_logit = p (d_p - mean of d_p):
+//   of the gates              d_p is d_gate for chosen experts, and 0 for the others. Renormalised gates
 //                             are a softmax over the chosen: the others get nothing. A shift of all d_p
 //                             changes nothing; that of the best choice is taken away, whose gate may be
 //                             near 1: d_p - mean would leave few digits;

@@ -1,4 +1,4 @@
-// gating, fused: all that a layer's forward takes of its router, and no probability in memory.
+// gating, fused: everything that a layer's forward takes of its router, and no probability in memory.
 //
 // Purpose      logits (L, E) -> topk_experts and gates (L, k), and both auxiliary losses.
 // Source       MoEBlaze (arXiv 2601.05296), section 2; Switch Transformer (arXiv 2101.03961), 2.2;

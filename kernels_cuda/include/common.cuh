@@ -1,4 +1,4 @@
-// What every kernel file shares: warp and block primitives. Runs everywhere.
+// Warp and block primitives for every kernel file. Runs everywhere.
 #pragma once
 
 #ifndef MOEBLAZE_SIMT

@@ -1,4 +1,4 @@
-// What the versions of dispatch share. Runs everywhere.
+// Helpers of all versions of dispatch. Runs everywhere.
 #pragma once
 #include "common.cuh"
 

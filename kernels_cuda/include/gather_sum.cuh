@@ -32,7 +32,7 @@ __device__ __forceinline__ void add_rows(const Scalar* rows, int row_of_lane, fl
     }
 }
 
-// What is added to the sums of a token's rows, if anything is.
+// The default finish: adds nothing to the sums of a token's rows.
 struct NothingMore {
     __device__ __forceinline__ void operator()(float, int, float (&)[PACK]) const {}
 };

@@ -107,7 +107,7 @@ __device__ __forceinline__ float choose(Lists& lists, int k) {
     return from_ordered(peak);
 }
 
-// What a warp makes of a token's logits.
+// The results of a warp for a token's logits.
 struct Routed {
     int expert;       // in the first k lanes, lane j has the j-th choice
     float gate;       // of the choice

@@ -1,4 +1,4 @@
-// What happens between the two GEMMs, for one element: the epilogue of the up-projection and,
+// The work between the two GEMMs, for one element: the epilogue of the up-projection and,
 // in the backward, of the gradient's down-projection. Compiled for one Scalar and one ACTIVATION.
 #pragma once
 #include "activation.cuh"
@@ -12,8 +12,8 @@ __device__ __forceinline__ float hidden_activation(float a, float b) {
     return GATED ? act_a * ACTIVATION::factor(b) : act_a;
 }
 
-// What the up-projection stores is decided at compile time, by the save policy: the projections for the backward,
-// y_swi for the down-projection. By default both.
+// The save policy decides at compile time what the up-projection stores: the projections for the backward, y_swi for
+// the down-projection. By default both.
 #ifndef STORE_PROJECTIONS
 #define STORE_PROJECTIONS 1
 #endif

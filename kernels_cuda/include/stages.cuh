@@ -1,4 +1,4 @@
-// What a block loads: its tile of the result, and stages of both operands in shared memory, by cp.async.
+// The loads of a block: its tile of the result, and stages of both operands in shared memory, by cp.async.
 // sm_80 and newer; SIMT executor.
 //
 // Constants    Scalar; THREADS, all of which copy; TILE_DEPTH of a stage; BAND.
@@ -94,7 +94,7 @@ struct Operand {
         }
     }
 
-    // What ldmatrix would do with elements of 32 bits along the side.
+    // Reads as ldmatrix would, with elements of 32 bits along the side.
     template <bool SIDE_FIRST>
     static __device__ __forceinline__ void read_turned(unsigned (&registers)[4], const Chunk* stage, int side, int p) {
 #pragma unroll
@@ -105,7 +105,7 @@ struct Operand {
     }
 };
 
-// What one thread copies of every stage of an operand.
+// The copies of one thread in every stage of an operand.
 template <class Operand, Along ALONG, class Source>
 struct Copies {
     static constexpr int COUNT = Operand::SIZE / THREADS;

@@ -8,7 +8,7 @@
 #include "common.cuh"
 
 constexpr int EVEN = 16;
-constexpr int MOST_ROUNDS = 64;  // with more of them no tile is deep beside all that its block has to do
+constexpr int MOST_ROUNDS = 64;  // with more of them no tile is deep beside the rest of its block's work
 constexpr int MOST_EXPERTS = 1024, MOST_BLOCKS = 512;    // what dispatch takes; no more than a block has threads
 constexpr int MOST_LOAD = 0x7fffffff / MOST_BLOCKS - 1;  // in steps
 constexpr int STEP = 64, STORING = 3;  // rows in a step of the depth; about as many steps as storing a tile takes

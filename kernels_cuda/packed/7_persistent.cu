@@ -145,7 +145,7 @@ struct Biases {
 };
 static_assert(!BIASED || (Biases::COUNT * sizeof(Scalar) == sizeof(uint2) && PANEL == CHUNK * CHUNK));
 
-// What fills the ring for a tile: rows of x, and columns of w1 and w2.
+// Fills the ring for a tile: rows of x, and columns of w1 and w2.
 struct UpOperands {
     GatheredRows<UpRoles::COPIERS> rows;
     const TensorMap *w1, *w2;

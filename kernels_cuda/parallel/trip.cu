@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) counts[blockIdx.x] = count;
 }
 
-// Whether the choices are more than there is room for, which is also noted.
+// Sets overflowed if there are more choices than room, and then also noted.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sum_counts(const int* counts, bool* overflowed, bool* noted, int blocks, int room) {
     int count = 0;

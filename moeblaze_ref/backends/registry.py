@@ -26,13 +26,13 @@ KERNEL_STAGES = STAGES[:-1]  # a fixed capacity has no kernels: it is what the o
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a backend runs on this machine.
+    """Availability of a backend on this machine.
 
     Parameters
     ----------
     available : bool
     detail : str
-        What runs it, or what is missing.
+        The device or program that runs it, or what is missing.
     remedy : str
         What to install; empty if nothing is missing or nothing would help.
     """
@@ -52,9 +52,9 @@ class Backend:
     package : str
         Package whose modules are named after the stages.
     stages : tuple of str
-        Those that it implements.
+        The stages that it implements.
     dtypes : tuple of str
-        Those of its floating-point stages, unless a stage has versions with dtypes of their own.
+        The dtypes of its floating-point stages, unless a stage has versions with dtypes of their own.
     status : callable
         Looks at the machine and returns a `Status`.
     """
@@ -78,7 +78,7 @@ class Backend:
         return importlib.import_module(f"{self.package}.{name}")
 
     def versions(self, stage: str) -> dict[str | None, tuple[str, ...]]:
-        """The versions of a stage and the dtypes of each; one version without a name where there is no ladder."""
+        """Return the dtypes of each version of a stage. A stage without versions has one entry, named None."""
         module = self.stage(stage)
         versions = getattr(module, "FORWARD_VERSIONS", getattr(module, "VERSIONS", {None: self.dtypes}))
         return versions | getattr(module, "SUMMED_VERSIONS", {})
@@ -275,4 +275,4 @@ BACKENDS = {
     )
 }
 
-CHECKED = (*BACKENDS, ORACLE.name)  # those that `moeblaze check` takes
+CHECKED = (*BACKENDS, ORACLE.name)  # the backends that `moeblaze check` takes

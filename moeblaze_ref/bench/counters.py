@@ -1,4 +1,4 @@
-"""What the hardware counts while one kernel runs: each step of the series, each product of a training step, and cuBLAS.
+"""Hardware counters of one kernel at a time: each step of the series, each product of a training step, and cuBLAS.
 
 ncu runs this very module in a process of its own, under which the kernels in question are launched once each, in an
 order that both processes know. A metric that ncu does not know, or has no number for, is an error that names it.
@@ -162,7 +162,7 @@ def _tool(ncu: str) -> str:
     return f"ncu {said.splitlines()[-1].removeprefix('Version ')}, {options}"
 
 
-# What ncu says --------------------------------------------------------------------------------------------------------
+# Output of ncu --------------------------------------------------------------------------------------------------------
 
 
 def rows_of(text: str, expected: Sequence[Launch]) -> Iterator[dict[str, Any]]:
@@ -203,7 +203,7 @@ def _stalls(row: dict[str, str]) -> list[tuple[str, float]]:
     return [(reason, 100 * warps[reason] / sum(warps.values())) for reason in waiting[:SHOWN_STALLS]]
 
 
-# What ncu runs --------------------------------------------------------------------------------------------------------
+# The process that ncu runs --------------------------------------------------------------------------------------------
 
 
 def launch_all(config: MoEConfig, device: Device, counted: Any):

@@ -39,7 +39,7 @@ Row = dict[str, Any]  # as of `growth.Row`
 
 
 class Measured(NamedTuple):
-    """What was found at one value of an axis."""
+    """The rows measured at one value of an axis."""
 
     value: float
     ours: Row

@@ -86,7 +86,7 @@ def time_host(
 
 
 def works_of(config: MoEConfig, device: Device, make: Make = layer_of) -> dict[str, Callable[[], object]]:
-    """What is timed, by its name: calls of one layer that prepare no inputs."""
+    """Return the calls to time, by name. They are calls of one layer and prepare no inputs."""
     place: dict[str, Any] = {"device": device.torch_device, "dtype": getattr(torch, config.dtype)}
     layer = make(config, **place)
     x, d_out = (torch.randn(config.L, config.d, **place) for _ in range(2))  # (L, d)

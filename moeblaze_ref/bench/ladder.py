@@ -47,7 +47,7 @@ class Step:
     #: A block for each multiprocessor, which takes tile after tile; otherwise a block for each tile. Of the last
     #: version; the others always have a block for each tile.
     persistent: bool = True
-    #: Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
+    #: True if the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
     #: and torch multiplies that by b.
     fused: bool = True
     against: str = ABOVE  #: what it is compared with: this, ``WHOLE`` or ``BELOW``; the whole with the last, too
@@ -162,7 +162,7 @@ def time_ladder(
 
 
 def _ratio(rates: Mapping[Step, float], step: Step) -> dict[str, float]:
-    """A step's rate over that of each that it is compared with and that was timed."""
+    """Return a step's rate over that of each step it is compared with, if that one was timed."""
     if step.against == WHOLE:
         return {WHOLE: rates[step] / rates[TOP]} if TOP in rates else {}
     above = _before(step, [other for other in rates if other.against == ABOVE])

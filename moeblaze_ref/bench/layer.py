@@ -68,8 +68,8 @@ class Row(TimedRow):
     #: The same step replayed as a CUDA graph, without the host; None for large layers, where no graph can be made, and
     #: of `GRAPHED`, whose step launches graphs.
     graph_ms: float | None
-    #: What autograd keeps for the backward, weights excluded. None of `GRAPHED`: its graphs hold what they need from
-    #: their capture on, and a step keeps and allocates next to nothing.
+    #: Bytes that autograd keeps for the backward, weights excluded. None for `GRAPHED`: its graphs hold what they need
+    #: from their capture on, and a step keeps and allocates next to nothing.
     kept_bytes: int | None
     #: The most that is allocated at a time in a step, weights excluded; input and gradients included. None of
     #: `GRAPHED`.

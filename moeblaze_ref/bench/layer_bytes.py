@@ -1,4 +1,4 @@
-"""What any layer keeps for its backward, beside the accounts of known systems: for ``moeblaze check --layer``."""
+"""Bytes that any layer keeps for its backward, beside the accounts of known systems: for ``moeblaze check --layer``."""
 
 from typing import NamedTuple
 

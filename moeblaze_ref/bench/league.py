@@ -203,7 +203,7 @@ def _routed(adapter: Adapter, router: Tensor, k: int, x: Tensor) -> Any:
 
 
 class Bytes(NamedTuple):
-    """What a step takes, as `Timed` says it."""
+    """Kept and peak bytes of a step, as `Timed` defines them."""
 
     kept: int
     peak: int

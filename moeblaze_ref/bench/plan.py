@@ -124,7 +124,7 @@ def gpu() -> Gpu:
     return Gpu()
 
 
-# What `moeblaze bench` calls the fields of a request.
+# Options of `moeblaze bench` for the fields of a request.
 OPTIONS = {
     "policies": "--policy",
     "systems": "--system",

@@ -13,7 +13,7 @@ class TimedRow:
     dtype: str  #: of its activations
     step_ms: float  #: median
     quartiles_ms: tuple[float, float]  #: first and third
-    ratio_to: dict[str, float]  #: how many times as fast as each that it is compared with: {"grouped_mm": 1.3}
+    ratio_to: dict[str, float]  #: how many times as fast as each of its baselines: {"grouped_mm": 1.3}
     error: float | None  #: as `accuracy.Error`; None of the system that the others are compared with
     cublas_tflops: float  #: this and the next two as `roofline.columns`
     copy_gb_s: float

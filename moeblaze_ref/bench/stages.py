@@ -24,7 +24,7 @@ OURS, TORCH = "moeblaze", "torch"
 Subject = tuple[str, str | None]  # system and version
 MOST_SETS = 256  # of inputs in one graph
 
-# What each stage runs without its checks, as ``run(inputs, **options)``, and the module whose versions it has.
+# The function of each stage without its checks, as ``run(inputs, **options)``, and the module whose versions it has.
 RUN: dict[str, Callable[..., Any]] = {
     "router": lambda i, **o: router.forward.unchecked(i.x, i.wg, **o),
     "gating": lambda i, **o: gating.forward.unchecked(i.logits, i.config.k, **o),

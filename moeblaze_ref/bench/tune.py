@@ -70,7 +70,7 @@ def jobs(presets: Sequence[str], tokens: int | None, versions: Sequence[str], re
 
 
 def _versions(asked: Sequence[str], executor: Executor) -> list[str]:
-    """Return the requested versions that run here, by default all that do."""
+    """Return the requested versions that run here, by default every version that does."""
     refusals = {version: refusal(executor, "expert_up", version) for version in asked or tiles.CANDIDATES}
     for version in asked:
         if refusals[version]:
@@ -79,7 +79,7 @@ def _versions(asked: Sequence[str], executor: Executor) -> list[str]:
 
 
 def _in_dtype_of(version: str, config: MoEConfig) -> MoEConfig:
-    """The layer in its own dtype, or in one that the version computes in."""
+    """Return the layer in its own dtype, or in a dtype that the version computes in."""
     able = gemm.VERSIONS[version]
     return config if config.dtype in able else config.replace(dtype=able[0])
 

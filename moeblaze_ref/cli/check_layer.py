@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """How layers are checked; no dtype stands for each that a layer takes."""
+    """Settings of a check of layers. An empty list of dtypes stands for each dtype that a layer takes."""
 
     dtypes: list[str]
     device: str
@@ -86,7 +86,7 @@ def check_layers(names: Iterable[str], terms: Terms, jobs: int, kept: Kept, as_j
 
 
 def _asked(terms: Terms) -> dict[str, Any]:
-    """What a record says of how its layers were checked."""
+    """Return the settings that a record stores."""
     return {"seeds": terms.seeds, "dtypes": terms.dtypes, "layers_on": terms.device, "large": terms.large}
 
 
@@ -165,7 +165,7 @@ def verdicts(name: str, dtypes: list[str], device: str, seeds: int, large: bool,
 def rows_of(
     name: str, dtypes: list[str], device: str, seeds: int, seconds: int, large: bool = False, timed: bool = False
 ) -> Iterator[Row]:
-    """Yield a row for each verdict; if the process ends early, one that says how. Right layers may be timed, too."""
+    """Yield a row for each verdict; if the process ends early, a row that says how. Right layers may be timed, too."""
     from moeblaze_ref.verify.layers.isolated import isolated
 
     begun = "the start"
@@ -241,7 +241,7 @@ def _show_reason(row: Row) -> None:
 
 
 def _bytes_table(rows: Iterable[Row]) -> Table:
-    """What a step keeps and needs, beside the account of the system that keeps most nearly as much."""
+    """Tabulate a step's kept and peak bytes, beside the account of the system that keeps most nearly as much."""
     from moeblaze_ref.bench.layer_bytes import SIZES
 
     table = Table(box=None, padding=(0, 2, 0, 0), title=f"bytes of a step, {SIZES}", title_justify="left")

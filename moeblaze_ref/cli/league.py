@@ -94,9 +94,9 @@ def _check_place(record: Path | None, force: bool) -> None:
 
 
 def _resumed(path: Path | None, asked: dict[str, Any]) -> dict[str, Any]:
-    """What a record holds that was measured on this device, with these versions and this code, as it is asked now.
+    """Return the content of a record made on this device, with these versions, this code and these options.
 
-    Where the check alone is another one now, its verdicts are left out, and the times stay.
+    If only the code of the check has changed, its verdicts are left out, and the times stay.
     """
     found = provenance.resumed(path, COMMAND, asked)
     same_check = found["code"].get(source_hashes.CHECKS) == source_hashes.hashes(CODE)[source_hashes.CHECKS]

@@ -68,7 +68,7 @@ class Taken(NamedTuple):
     parts: np.ndarray  #: (ranks, steps, layers, 3), of ``measure.PARTS``
 
 
-# What is replayed -----------------------------------------------------------------------------------------------------
+# Replayed batches -----------------------------------------------------------------------------------------------------
 
 
 def batches(trace: RoutingTrace, tokens: int, steps: int) -> list[np.ndarray]:

@@ -155,7 +155,7 @@ def _tokens(text: str) -> int:
 
 
 def _asked(trace, routed, gpus, topology, d, h) -> dict[str, Any]:
-    """What a record says of the command."""
+    """Return the options of the command that a record stores."""
     named = {"trace": trace.name, "model": routed.model}
     return named | {"gpus": gpus, "topology": topology, "d": d, "h": h}
 

@@ -1,4 +1,4 @@
-"""What every other folder builds on: sizes, arrays, argument checks, records, kernel headers."""
+"""Foundations of every other folder: sizes, arrays, argument checks, records, kernel headers."""
 
 from moeblaze_ref.core.on_demand import import_on_demand
 

@@ -1,4 +1,4 @@
-"""What the stages ask of an array, whether numpy's, CuPy's or torch's: the one place that knows how they differ."""
+"""Queries of an array that work alike for numpy, CuPy and torch. No other module handles their differences."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ def size_of(array: Array) -> int:
 
 
 def has_values(array: Array) -> bool:
-    """Whether it has memory: a tensor of torch's FakeTensorMode has none."""
+    """Return True if the array has memory. A tensor of torch's FakeTensorMode has none."""
     return not hasattr(array, "fake_mode")
 
 
@@ -99,13 +99,13 @@ def _end_of_memory(array: Array) -> float:
 
 
 def is_contiguous(array: Array) -> bool:
-    """Whether it is laid out row by row without a gap, as C's arrays are."""
+    """Return True if the array is C-contiguous: laid out row by row, without gaps."""
     found: bool = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
     return found
 
 
 def is_writable(array: Array) -> bool:
-    """Whether it may be written: numpy's alone may be read-only."""
+    """Return True if the array may be written. Only numpy's arrays can be read-only."""
     return getattr(getattr(array, "flags", None), "writeable", True)
 
 

@@ -1,4 +1,4 @@
-"""What every public function accepts.
+"""Argument checks of the public functions.
 
 Each check raises ValueError or TypeError with the element that is wrong and what is
 allowed. Arrays may be numpy's or CuPy's.
@@ -29,7 +29,7 @@ def check_type(name: str, value: object, *expected: type) -> None:
 
 
 def kind(value: object) -> str:
-    """What a value is, for a message: "None", "an int", "a Linear"."""
+    """Return the kind of a value, for a message: "None", "an int", "a Linear"."""
     return "None" if value is None else _with_article(type(value).__name__)
 
 
@@ -219,7 +219,7 @@ def check_counts(counts: Sequence[Any], num_tokens: int, num_experts: int, k: in
 
 
 def check_kernel_limits(num_experts: int, k: int) -> None:
-    """What the dispatch kernels were built for; the numpy specification has no such limit."""
+    """Check E and k against the limits of the dispatch kernels. The numpy specification has no such limits."""
     check_int("num_experts", num_experts, at_least=1, at_most=MAX_EXPERTS)
     check_int("k", k, at_least=1, at_most=MAX_TOP_K)
 

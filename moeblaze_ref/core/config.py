@@ -17,7 +17,7 @@ EXPERT_ACTIVATIONS = (*ACTIVATIONS, CLAMPED_SWIGLU)
 CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0  # its factor in the sigmoid, and where it clamps
 GELU_CUBIC = 0.044715  # of the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415)
 
-# What is kept between forward and backward, besides x, the Dispatch and the gates.
+# Tensors saved for backward by each policy, besides x, the Dispatch and the gates.
 POLICIES = {
     "conventional": "routed inputs and every intermediate",
     "paper": "A, B and Y_swi (MoEBlaze, Algorithm 1)",
@@ -29,7 +29,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def is_gated(activation: str) -> bool:
-    """Whether ``activation``, one of ``EXPERT_ACTIVATIONS``, has a second projection b = x w2.
+    """Return True if ``activation``, one of ``EXPERT_ACTIVATIONS``, has a second projection b = x w2.
 
     Raises
     ------
@@ -99,7 +99,7 @@ class MoEConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the layer has a second projection b = x w2."""
+        """True if the layer has a second projection b = x w2."""
         return is_gated(self.activation)
 
     @property

@@ -1,4 +1,4 @@
-"""What many pictures have in common: figures without pyplot and its global state, headings, cells with a text."""
+"""Helpers for pictures: figures without pyplot and its global state, headings, cells with a text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

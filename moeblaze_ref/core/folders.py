@@ -14,9 +14,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def remove(path: str | Path) -> str:
-    """Remove a folder with all that is in it, or the link or file in its place. Links are not followed.
+    """Remove a folder and its content, or the link or file in its place. Links are not followed.
 
-    Folders may be nested to any depth, and may be closed by their modes: each is opened from the one that holds it, and
+    Folders may be nested to any depth, and their modes may forbid access. Each folder is opened from its parent, and
     only a few are open at a time.
 
     Returns

@@ -1,4 +1,4 @@
-"""What a kernel's header states of a launch, and the formulas that it is stated in.
+"""Read the launch that a kernel's header states, and evaluate its formulas.
 
 A .cu file has a table in its header, a Numba kernel the lines Grid, Shared bytes and Global bytes
 in its docstring. Both write formulas as a paper does, where neighbours are multiplied:
@@ -86,7 +86,7 @@ def _cells(line: str) -> list[str]:
 
 
 def in_docstring(docstring: str | None) -> dict[str, str]:
-    """What the docstring of a Numba kernel states, by the columns of `table`; empty if it states nothing."""
+    """Return the formulas in the docstring of a Numba kernel, by the columns of `table`; empty if it has none."""
     matches = (line.search(docstring or "") for line in _DOCSTRING_LINES)
     stated = [match.groupdict() for match in matches if match]
     return {name.replace("_", " "): formula for part in stated for name, formula in part.items()}

@@ -1,4 +1,4 @@
-"""What a router makes of its logits: one description, and that of each model family.
+"""Descriptions of routers, which choose experts and gates from logits: one class, and an instance a model family.
 
 The specification is ``numpy_ref.routers``, the torch version ``nn.routers``. What each family does was read in the
 models of transformers 5.23; ``docs/routers.md`` has it as a table.
@@ -122,7 +122,7 @@ class Router:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether this is a softmax of all logits and the k largest: what the router's kernels compute.
+        """True if this router is a softmax of all logits and the k largest, as the router's kernels compute it.
 
         They compute logits in float32, so ``float32_product`` makes no difference there.
         """
@@ -130,7 +130,7 @@ class Router:
 
     @property
     def compares_logits(self) -> bool:
-        """Whether the choice is made by the logits: scores that order them alike may round to ties."""
+        """True if the logits decide the choice. Scores that order experts like the logits may round to ties."""
         return not self.selection_bias and (self.groups == 1 or self.group_score == "max")
 
 

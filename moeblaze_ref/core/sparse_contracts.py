@@ -1,4 +1,4 @@
-"""What the block-sparse stage accepts, in every backend: whole blocks, indices that agree, one dtype, finite values.
+"""Contracts of the block-sparse stage in every backend: whole blocks, consistent indices, one dtype, finite values.
 
 The contracts come last, after the checks that they name.
 """
@@ -458,7 +458,7 @@ ACTIVATE_BACKWARD = Contract(
     errors=NO_GATE,
 )
 
-# What the layers take, beside options of their own.
+# Arguments that all layers take. Each layer also has its own options.
 EXPERTS = (Tensor("x", "L d", text="Tokens; L = 0 is valid"), W1, W2, W3, DISPATCH, GATES, ACTIVATION)
 EXPERTS_BACKWARD = (
     Tensor("d_out", "L d", text="Gradient of the output"),

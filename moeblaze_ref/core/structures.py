@@ -1,4 +1,4 @@
-"""What the router decides, and the four index structures made of it (MoEBlaze, sections 2 and 4.1)."""
+"""The router's decision, and the four index structures made from it (MoEBlaze, sections 2 and 4.1)."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,7 +13,7 @@ HIDDEN = ("a", "b", "y_swi")  # what the up-projection computes for every routed
 
 
 def only(stores: Collection[str], a: Array, b: Array | None, y_swi: Array) -> tuple[Array | None, ...]:
-    """The three of ``HIDDEN``, with None for those that are not in ``stores``."""
+    """The three arrays of ``HIDDEN``, with None for each array that is not in ``stores``."""
     return tuple(array if name in stores else None for name, array in zip(HIDDEN, (a, b, y_swi), strict=True))
 
 
@@ -29,7 +29,7 @@ def _extent(array: Array, axis: int = 0) -> int:
 
 
 class Gating(NamedTuple):
-    """What the router decided for every token (MoEBlaze, section 2)."""
+    """The router's decision for every token (MoEBlaze, section 2)."""
 
     probs: Array  # (L, E) softmax of the logits
     topk_experts: Array  # (L, k) int32, best first, ties to the lower expert id

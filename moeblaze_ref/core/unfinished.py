@@ -1,7 +1,7 @@
-"""Files that are being filled, each beside the place that it is for.
+"""Temporary files, each beside the path that it is for, while a process fills them.
 
-A file is locked as long as its process fills it. One that is not locked was left by a killed process, and the next
-write into its folder removes it.
+A process locks a file while it fills the file. A killed process leaves an unlocked file, and the next write into its
+folder removes it.
 """
 
 import fcntl
@@ -91,7 +91,7 @@ def _removed_on_sigterm(part: Path) -> Iterator[None]:
 
 
 def pass_on(replaced: os.stat_result, part: Path) -> None:
-    """Give a file the mode of the one that it replaces, and its group and its owner where the system permits that."""
+    """Copy the mode of the replaced file to the new file, and its group and owner where the system permits that."""
     for owner in ((-1, replaced.st_gid), (replaced.st_uid, -1)):
         with suppress(PermissionError):
             os.chown(part, *owner)

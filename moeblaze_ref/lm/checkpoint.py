@@ -58,7 +58,7 @@ def save(path: Path, trainer: Trainer):
 
 
 def load(path: Path, trainer: Trainer):
-    """Make a fresh run the one that wrote a checkpoint.
+    """Restore a fresh run to the state of the run that wrote a checkpoint.
 
     Raises
     ------

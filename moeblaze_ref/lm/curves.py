@@ -2,8 +2,8 @@
 
 In bfloat16 two runs part at the first step, so single losses say nothing. What can be asked: is our layer's run as near
 to the oracle's as the oracle's is to itself when only the order of the text differs? That measure is one draw of luck,
-and so is the run that all are compared with: the gap of every run is reported beside ours, whatever the rule makes of
-it.
+and so is the run that all are compared with. So the gap of every run is reported beside ours, whether or not the rule
+holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,7 @@ from moeblaze_ref.lm import checkpoint, log
 from moeblaze_ref.lm.run import CHECKPOINT, LOG
 from moeblaze_ref.lm.train import TrainSettings
 
-# What each run changes in the settings. Other weights would be another model: the order of the text has a seed of its
-# own.
+# Settings that each run changes. Other weights would be another model: the order of the text has a seed of its own.
 RUNS: dict[str, dict[str, Any]] = {
     "oracle": {"layer": "oracle"},
     "oracle-other-order": {"layer": "oracle", "order_seed": 1},

@@ -97,7 +97,7 @@ def _step_by_step(compare: Callable[..., dict[str, Any]]) -> Callable[[Request],
 
 
 def _curves(request: Request) -> dict[str, Any]:
-    """Train the runs that are named, or go on with them; then collect all that are there."""
+    """Train the runs that are named, or go on with them; then collect every run that is there."""
     if request.out is None:
         raise ValueError("curves keeps its runs in a folder: name it with --out")
     base = preset(request.preset)

@@ -11,7 +11,7 @@ from moeblaze_ref.core import checks, records
 class Log:
     """Lines with a step each, appended as they come; the first ones stand in place of what the path held.
 
-    ``lines`` are all that the file holds.
+    ``lines`` are the lines of the file.
     """
 
     def __init__(self, path: Path, lines: Sequence[dict[str, Any]]):
@@ -19,7 +19,7 @@ class Log:
         records.replace(path, lambda part: part.write_text(_text(lines)), read)
 
     def add(self, *lines: dict[str, Any]):
-        """Append lines: who reads the file meanwhile sees all of them or none.
+        """Append lines: a reader of the file meanwhile sees all of them or none.
 
         Raises
         ------

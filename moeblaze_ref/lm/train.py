@@ -42,8 +42,8 @@ class TrainSettings:
     batch: int = 16  #: windows of a step
     learning_rate: float = 3e-3  #: AdamW's, at its peak
     warmup: int = 0  #: steps in which it rises to the peak, linearly
-    #: What is left of the learning rate at the last step, after half a cosine that begins where the warm-up ends; 1
-    #: keeps it. A run of no more steps than the warm-up never falls.
+    #: Fraction of the learning rate that is left at the last step, after half a cosine that begins where the warm-up
+    #: ends; 1 keeps the rate. The rate of a run of no more steps than the warm-up never falls.
     final_fraction: float = 1.0
     #: AdamW's, of every parameter alike: norms, embedding, head and routers too, not the matrices of the blocks alone.
     weight_decay: float = 1e-2
@@ -106,7 +106,7 @@ class Ahead(NamedTuple):
 class Trainer:
     """A training run between two steps.
 
-    All that it is beside its settings and its text lies in `tensors`: a run that is restored from them goes on bit for
+    `tensors` holds its whole state, except its settings and its text. A run that is restored from them goes on bit for
     bit, where torch itself gives the same bits twice: on a CPU with as many threads, for every system. ``moe`` makes
     the MoE layers, in place of the system that the settings name; as in `model.MoETransformer`.
 

@@ -26,7 +26,7 @@ FIRST, MOST = 8 * WINDOW, 1024 * WINDOW  # tokens of the smallest step that is t
 REFINEMENTS = 3  # halvings of the gap between the last L that fits and twice that
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)  # torch's, and the allocator's of CuPy
 
-# What trains the same model: its MoE layer and that layer's options.
+# Ways to train the same model: the MoE layer and that layer's options.
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "oracle": ("oracle", {}),
     "capacity 1.25": ("capacity", {"capacity_factor": 1.25}),

@@ -227,10 +227,10 @@ def accounts(
 def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> Account:
     """The bytes of a whole step of ``moeblaze``, forward and backward: `account`'s tensors, then the backward's.
 
-    Gradients are counted, those of the weights included; weights and optimizer states are not, nor, once the backward
-    begins, the output: in a model the next layer decides, but whoever calls ``torch.autograd.grad(out, ...)`` holds it
-    to the end. A kept tensor is freed where `layer.backward` frees it. So ``kept`` are the tensors that are alive when
-    the step ends, and ``peak_bytes`` is the step's peak.
+    Gradients are counted, those of the weights included. Weights and optimizer states are not. The output is not
+    counted once the backward begins: in a model the next layer decides how long it lives, but a caller of
+    ``torch.autograd.grad(out, ...)`` holds it to the end. A kept tensor is freed where `layer.backward` frees it. So
+    ``kept`` are the tensors that are alive when the step ends, and ``peak_bytes`` is the step's peak.
 
     The version, a tiled one of the expert stages, decides how many columns of y and of the rows of d_x exist at one
     time, and the pitch of hidden rows. Its tile is the default one: a GPU's own table of tiles may have another.
@@ -436,9 +436,9 @@ def _conventional(s: _Case) -> _Draft:
 def _sequential(s: _Case) -> _Draft:
     """One expert after another in plain torch; what `SequentialMoE` keeps, to the byte.
 
-    From the paper: dense products, one expert at a time (MegaBlocks, appendix A). Of torch: all that autograd keeps. A
-    row stands for one tensor an expert, all of them together: the sizes of the experts' groups add up to R. The peak
-    leaves out what the expert at work holds besides.
+    From the paper: dense products, one expert at a time (MegaBlocks, appendix A). From torch: every tensor that
+    autograd keeps. A row stands for one tensor an expert, all of them together: the sizes of the experts' groups add
+    up to R. The peak leaves out what the expert at work holds besides.
     """
     tensors = [
         of_x(s),
@@ -465,7 +465,7 @@ def _y(s, last_use):
 
 
 def _sum_of_rows(s):
-    """What index_add starts from; where gates multiply inputs it adds nothing up, and its result is summed then."""
+    """Return the zeros that index_add starts from; if gates multiply inputs, also its result, which is summed later."""
     if not at_inputs(s):
         return [Tensor("zeros", (s.L, s.d), s.dtype, until="out")]
     return [Tensor("zeros", (s.R, s.d), s.dtype, until="y_of_slot"), _y_of_slot(s)]

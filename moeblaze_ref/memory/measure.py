@@ -28,7 +28,7 @@ class KeptStorage:
 class SavedStorages(saved_tensors_hooks):
     """Context manager: every storage that autograd saves inside, each once, without those of the excluded tensors.
 
-    These are the parameters, or whatever lives on anyway.
+    The excluded tensors are the parameters, or other tensors that live on anyway.
 
     Notes
     -----

@@ -158,7 +158,7 @@ def _totals(one):
     return {"kept": one.kept_bytes, "transient": one.transient_bytes, "peak": one.peak_bytes}
 
 
-# What the papers print ----------------------------------------------------------------------------------------------
+# Sizes that the papers print ----------------------------------------------------------------------------------------
 
 
 def preset_notes(name: str) -> list[str]:
@@ -173,7 +173,7 @@ def preset_notes(name: str) -> list[str]:
 
 
 def layer_notes(assumptions: Assumptions) -> list[str]:
-    """What the layer has besides a softmax router, and which systems have no account of it."""
+    """Return notes on a router other than softmax, a shared expert, and systems that have no account of the layer."""
     found = [] if assumptions.router == Router() else [f"router: {assumptions.router}"]
     if assumptions.shared:
         found.append(f"shared expert: {assumptions.shared}")

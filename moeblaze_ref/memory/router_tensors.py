@@ -72,7 +72,7 @@ def _choice(s: Case) -> Iterator[Tensor]:
 
 
 def _best_groups(s: Case, G: Size, M: Size) -> Iterator[Tensor]:
-    """What is compared, with -inf outside the best groups, and how these are found."""
+    """Yield the tensors that find the best groups, and the compared scores, which are -inf outside these groups."""
     if s.router.group_score == "top2":
         yield Tensor("best_two", (s.L, G, 2), s.wide, until="group_scores")
         yield Tensor("best_two_ids", (s.L, G, 2), "int64", until="group_scores")
@@ -122,7 +122,7 @@ def _gate_sums(s: Case) -> Iterator[Tensor]:
 
 
 def at_inputs(s: Case) -> bool:
-    """Whether gates multiply the experts' inputs."""
+    """Return True if gates multiply the experts' inputs."""
     return s.router.weighs == "input"
 
 

@@ -37,7 +37,7 @@ def local_ids(ids: Tensor, x: Tensor, k: int, num_experts: int, first: int | Non
     ------
     ValueError, TypeError
         If ids have another shape, dtype or device. On a CPU also if an id is not allowed; on a GPU if an earlier call
-        was given one that is not.
+        was given an id that is not allowed.
     """
     torch_operands.check_routing_tensor(NAME, ids, x, k, IDS)
     checks.check_routed_rows(*ids.shape)
@@ -67,7 +67,7 @@ def check_given_ids() -> None:
 
 
 def _is_read_at_once(device: torch.device) -> bool:
-    """Whether the host reads a tensor of this device without waiting."""
+    """Return True if the host reads a tensor of this device without waiting."""
     return device.type == "cpu"
 
 

@@ -2,7 +2,7 @@
 
 transformers keeps a registry of functions that run the experts of a model (``transformers.integrations.moe``). `use`
 enters one for each policy, and switches one model to it. Llama 4 has no such switch: there the forward of each MoE
-block is replaced by one that runs the chosen experts alone.
+block is replaced by a forward that runs only the chosen experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -212,7 +212,7 @@ def _activation(module: Any) -> str:
 
 
 def _has_own_gate(module: Any) -> bool:
-    """Whether a module computes something else than its ``act_fn`` of the gate, times the second projection."""
+    """Return True if a module computes anything else than ``act_fn`` of the gate times the second projection."""
     from transformers.integrations.moe import _default_apply_gate
 
     return getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate
@@ -222,7 +222,7 @@ _CLAMPED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # modules that wer
 
 
 def _is_clamped_swiglu(module: Any) -> bool:
-    """Whether it computes gpt-oss's activation; it is asked once, since each forward wants to know."""
+    """Return True if a module computes gpt-oss's activation. The answer is cached, since each forward needs it."""
     if module not in _CLAMPED:
         _CLAMPED[module] = _gives_clamped_swiglu(module)
     return _CLAMPED[module]
@@ -230,7 +230,7 @@ def _is_clamped_swiglu(module: Any) -> bool:
 
 @torch.no_grad()
 def _gives_clamped_swiglu(module: Any) -> bool:
-    """Whether it gives the same for gates and second projections on both sides of their limits."""
+    """Return True if a module's gate agrees with clamped SwiGLU on a grid that exceeds both limits."""
     around = torch.linspace(-12.0, 12.0, 97, dtype=torch.float32, device="cpu")
     gate, up = [grid.flatten()[None] for grid in torch.meshgrid(around, around, indexing="ij")]
     both = torch.cat([gate, up], 1) if module.is_concatenated else torch.stack([gate, up], 2).flatten(1)
@@ -259,7 +259,7 @@ def _switch(model: Any, policy: str, modules: Sequence[Any]) -> tuple[str, str]:
 
 
 def _run(policy: str, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls in place of a module's own forward: (L, d) from (L, d) and a routing (L, k)."""
+    """Run the experts in place of a module's own forward: (L, d) from (L, d) and a routing (L, k)."""
     first = 0 if module._is_expert_parallel else None
     weights = module.gate_up_proj, module.down_proj
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else ()

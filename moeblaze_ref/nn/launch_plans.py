@@ -1,9 +1,9 @@
-"""Which calls of a layer's node replay a launch plan: see `runtime.launch_plan`.
+"""Record launch plans of a layer's node, and replay them: see `runtime.launch_plan`.
 
 A plan belongs to a key: the system with its options and its own tensors, the device and its stream, and the layout of
-every tensor that the call is given. The first call with a key runs the stages, the second is recorded, and each later
-one replays. What cannot be replayed runs the stages each time: a call that waits for the device, one without a C++
-compiler, one under a dispatch mode of torch's such as FakeTensorMode, and one that a CUDA graph captures.
+every input of the call. The first call with a key runs the stages, the second is recorded, and each later call
+replays. Some calls cannot be replayed and run the stages each time: calls that wait for the device, calls without a
+C++ compiler, calls under a dispatch mode of torch such as FakeTensorMode, and calls that a CUDA graph captures.
 """
 
 import logging
@@ -49,7 +49,7 @@ class _Ready(NamedTuple):
 
 
 class _State(Enum):
-    """What is known of a key without a plan."""
+    """State of a key without a plan."""
 
     SEEN = auto()  # the next call is recorded
     REFUSED = auto()  # no call is
@@ -86,7 +86,7 @@ class _Cache:
             return found
 
     def put(self, key: Any, found: _Ready | _State) -> None:
-        """Note what is known of a key, and forget the one that was used least lately if there are too many."""
+        """Store the plan or state of a key, and remove the least recently used key if there are too many."""
         with self._lock:
             self._found[key] = found
             self._found.move_to_end(key)
@@ -184,7 +184,7 @@ class Planned(NamedTuple):
 
 
 def _flat(forward: Forward) -> tuple[Results, Form] | None:
-    """What a forward has returned as a list of tensors, and what makes it of such a list; None for what no plan has."""
+    """Return a forward's results as a list, and the function that reverses this; None if no plan can hold them."""
     if forward.counts is not None:
         return None
     names = tuple(forward.saved)
@@ -212,7 +212,7 @@ def _call(
     run: Callable[[Inputs], Any],
     flat: Callable[[Any], tuple[Results, Form] | None],
 ) -> Any:
-    """What ``run`` returns, or its plan in its place: ``flat`` makes a list of tensors of it."""
+    """Return the result of ``run``, or replay its plan. ``flat`` turns a result into a list of tensors."""
     key = executor, executor.stream(), system, how
     found = _cache.find(key)
     if type(found) is _Ready:
@@ -232,7 +232,7 @@ def _record(
     run: Callable[[Inputs], Any],
     flat: Callable[[Any], tuple[Results, Form] | None],
 ) -> Any:
-    """What ``run`` returns; a plan of it joins the others if there can be one."""
+    """Return the result of ``run``, and store a plan of the call if it can be replayed."""
     alone = iter(without_overlap([tensor for tensor in inputs if tensor is not None]))
     inputs[:] = [None if tensor is None else next(alone) for tensor in inputs]
     del alone
@@ -244,7 +244,7 @@ def _record(
 
 
 def _own_tensors(system: System) -> list[Tensor]:
-    """The tensors that a system has besides what it is given: its fields, and the buffers of those that are modules.
+    """Return the tensors of a system besides the call's inputs: its fields, and the buffers of fields that are modules.
 
     Such a buffer is written in place: a plan keeps the tensor, and its key has the module.
     """

@@ -119,7 +119,7 @@ class RoutedExperts(nn.Module):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What a forward reads, by the names of the state: `weights`, biases, and the shared expert's weights."""
+        """The tensors that a forward reads, by name in the state: `weights`, biases, the shared expert's weights."""
         names = ("wg", "w1", "w2", "w3", "logit_bias", "selection_bias")
         found = {name: getattr(self, name) for name in names}
         if (shared := self.shared_expert) is not None:

@@ -14,7 +14,7 @@ from moeblaze_ref.core.routers import Router
 
 
 class Routing(NamedTuple):
-    """What the router decided for every token."""
+    """The router's decision for every token."""
 
     logits: Tensor  # (L, E), with the logit bias if there is one
     probs: Tensor  # (L, E) softmax of the logits, or sigmoids over their sum

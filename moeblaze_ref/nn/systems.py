@@ -32,7 +32,7 @@ SYSTEMS: dict[str, MoEFactory] = {
 
 
 def system(name: str, **options: Any) -> MoEFactory:
-    """What makes the layers of a system.
+    """Return the factory of a system's layers.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def system(name: str, **options: Any) -> MoEFactory:
 
 
 def run(layer: nn.Module, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
-    """What any system's layer makes of x (L, d), under its router's choice or a replayed one (L, k) int32."""
+    """Run any system's layer on x (L, d), under its router's choice or a replayed one (L, k) int32."""
     if isinstance(layer, MoEModule):
         output: MoEOutput = layer(x, topk_experts)
         return output

@@ -140,7 +140,7 @@ class Bins(NamedTuple):
 
     slots: Tensor  # (E, C) int32, EMPTY where a row is padding
     rows: Tensor  # (L, k) int32, EMPTY where a slot is dropped
-    lengths: Tensor  # (E,) int64, routed rows, those that were dropped too
+    lengths: Tensor  # (E,) int64, routed rows, dropped rows included
 
 
 def _claims(routing: oracle.Routing, drop_policy: str) -> Tensor:

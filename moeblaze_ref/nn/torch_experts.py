@@ -114,9 +114,9 @@ def experts(
 
     Notes
     -----
-    Works under autocast, `torch.utils.checkpoint` and FakeTensorMode as `MoELayer` does. The weights are never copied,
-    but by autocast: one that is not contiguous, or begins at no multiple of 16 bytes, is refused. Biases keep nothing:
-    the sums that need them are made again.
+    Works under autocast, `torch.utils.checkpoint` and FakeTensorMode as `MoELayer` does. Only autocast copies weights:
+    the function refuses a weight that is not contiguous, or whose address is not a multiple of 16 bytes. Biases save
+    nothing for the backward: the sums that need them are computed again.
 
     On a CPU an id that is not allowed raises at once. On a GPU the host does not wait to check the ids, so a CUDA graph
     can capture a step. A token with an id that is not allowed then gets no expert: its output and gradients are 0. The
@@ -200,7 +200,7 @@ class Experts(nn.Module):
 
 
 class ExpertOperands(NamedTuple):
-    """What the experts take besides x, as they are stored; each has a gradient."""
+    """Operands of the experts besides x, as they are stored; each has a gradient."""
 
     w1: Tensor  # of the gate, or gate_up
     w2: Tensor | None  # of the up-projection; None if w1 has both, or for the ungated activations

@@ -22,7 +22,7 @@ Operands = Any
 
 
 class Forward(NamedTuple):
-    """What a system's forward returns.
+    """Results of a system's forward.
 
     A system without a router has no losses, and no choice of its own.
     """
@@ -36,7 +36,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What a system's backward is given."""
+    """Arguments of a system's backward."""
 
     d_out: Array  # (L, d), contiguous
     d_losses: dict[str, Array]  # d_load_balancing_loss and d_router_z_loss, where they are not zero
@@ -55,7 +55,7 @@ class System(Protocol):
         """Run the layer on x (L, d), with a routing (L, k) that is given or None."""
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
-        """Return d_x and the gradient of each operand, such as d_wg; None for each that is not wanted."""
+        """Return d_x and the gradient of each operand, such as d_wg; None for a gradient that is not wanted."""
 
 
 def run(
@@ -88,7 +88,7 @@ def run(
 
 
 def _bridge_of(x: Tensor) -> Bridge:
-    """Return the bridge of a tensor's device, or the one that runs no kernel if the tensor has no memory."""
+    """Return the bridge of a tensor's device, or a `FakeBridge`, which runs no kernel, if the tensor has no memory."""
     if has_values(x):
         return bridge_to(x.device)
     from moeblaze_ref.runtime.torch_fake import FakeBridge

@@ -1,4 +1,4 @@
-"""What a torch layer does with its operands before a kernel runs: checks, autocast, rows, alignment."""
+"""Prepare a torch layer's operands before a kernel runs: checks, autocast, rows, alignment."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -66,7 +66,7 @@ def cast(x: Tensor, weights: Named) -> tuple[Tensor, list[Tensor | None]]:
 
 
 def are_plain(x: Tensor, weights: Iterable[Tensor | None]) -> bool:
-    """Whether these are strided tensors of torch's own classes, and no transform runs over them."""
+    """Return True if these are strided tensors of torch's own classes, outside of any transform."""
     if transforms_active() or tracing():
         return False
     return _is_plain(x) and all([weight is None or _is_plain(weight) for weight in weights])
@@ -77,18 +77,18 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def casts_or_refuses(x: Tensor) -> bool:
-    """Whether autocast casts what is beside x, or no layer runs on its device."""
+    """Return True if autocast is on for the device of x, or no layer runs on that device."""
     device = x.device.type
     return device not in DEVICES or torch.is_autocast_enabled(device)
 
 
 def in_place(*tensors: Tensor | None) -> bool:
-    """Whether kernels can read the tensors where they are."""
+    """Return True if kernels can read the tensors without a copy."""
     return all(tensor is None or (tensor.is_contiguous() and is_aligned(tensor)) for tensor in tensors)
 
 
 def layouts_of(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
-    """Return all that a check, or a launch, depends on of plain tensors, besides their addresses and values."""
+    """Return the layouts of plain tensors: everything that a check or a launch reads besides addresses and values."""
     return tuple([None if tensor is None else _layout_of(tensor) for tensor in tensors])
 
 
@@ -103,7 +103,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether a kernel that moves 16 bytes at a time can begin where the tensor does."""
+    """Return True if the tensor's address is a multiple of 16 bytes."""
     return address_of(tensor) % ALIGNMENT == 0
 
 

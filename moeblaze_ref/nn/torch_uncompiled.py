@@ -1,6 +1,6 @@
-"""What torch.compile leaves as it is, compiling what is around it, and what torch.export cannot have.
+"""Functions that torch.compile does not compile, and that torch.export refuses.
 
-A module of its own: to mark a function so imports the compiler, more than a second that only who compiles should spend.
+They have a module of their own: marking a function imports the compiler, which takes more than a second.
 """
 
 from collections.abc import Callable

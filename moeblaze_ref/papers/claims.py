@@ -41,7 +41,7 @@ class PrintedNumber:
 
 
 def exactly(number: float, text: str, digit: float = 1.0) -> PrintedNumber:
-    """Return a printed number that agrees with whatever rounds to it at its last ``digit``."""
+    """Return a printed number that agrees with every value that rounds to it at its last ``digit``."""
     return PrintedNumber(text, number - digit / 2, number + digit / 2)
 
 
@@ -59,8 +59,8 @@ def more_than(number: float, text: str) -> PrintedNumber:
 class Mistake:
     """An error in a paper."""
 
-    #: What the formula gives in place of what is printed, as the row shows it. It is typed in, never computed: a row
-    #: whose formula gives anything else fails.
+    #: The formula's value in place of the printed one, as the row shows it. It is typed in, never computed: a row whose
+    #: formula gives anything else fails.
     gives: str
     why: str  #: what is wrong
 

@@ -27,11 +27,11 @@ class Item:
     claims: str  #: makes its rows from what is recorded
     #: Takes a ``runtime.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
     measured_by: str | None = None
-    #: Whether a further run goes on after the earlier ones, with new seeds: then ``measured_by`` takes their rows too.
+    #: True if a further run goes on after the earlier ones, with new seeds: then ``measured_by`` takes their rows too.
     continued: bool = False
     #: Draws the recorded runs of one device, given the rows of each; draws the formulas if the item is not measured.
     drawn_by: str | None = None
-    #: What the paper does not say and we assume, shown with the rows; empty if there is nothing.
+    #: Our assumption where the paper says nothing, shown with the rows; empty if there is none.
     assumption: str = ""
 
     def rows(self, recorded: Recorded) -> list[Row]:

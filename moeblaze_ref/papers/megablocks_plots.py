@@ -1,4 +1,4 @@
-"""Pictures of what was measured for MegaBlocks' figures: of the last run of those that a function is given.
+"""Pictures of the measurements for MegaBlocks' figures. A function draws the last of the runs that it is given.
 
 Source: MegaBlocks (arXiv 2211.15841), figures 2, 5, 8, 9 and 10.
 """

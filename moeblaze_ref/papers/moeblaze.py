@@ -306,14 +306,14 @@ def table_1(_: Recorded) -> Iterator[Row]:
     )
 
 
-# What is printed of the memory figures: (activation, preset, label) -> the number.
+# Printed numbers of the memory figures: (activation, preset, label) -> the number.
 PRINTED_MEMORY = {
     ("silu", "conf4", PUBLISHED): exactly(MEGABLOCKS_MB["conf4"] * MB, _mb(MEGABLOCKS_MB["conf4"] * MB), 1_000 * MB),
     ("silu", "conf4", ALGORITHM_1): exactly(MOEBLAZE_MB["conf4"] * MB, _mb(MOEBLAZE_MB["conf4"] * MB), 100 * MB),
     ("swiglu", "conf3", PUBLISHED): more_than(MEGABLOCKS_MB["conf3"] * MB, f"over {MEGABLOCKS_MB['conf3']:,} MB"),
     ("swiglu", "conf3", ALGORITHM_1): _about(MOEBLAZE_MB["conf3"], "MB", 1_000 * MB),
 }
-# What the paper's formulas give instead: published MegaBlocks keeps 2.5 U + x with SiLU and 4.5 U + x with SwiGLU,
+# Values of the paper's formulas instead: published MegaBlocks keeps 2.5 U + x with SiLU and 4.5 U + x with SwiGLU,
 # Algorithm 1 2 U + x and 3 U + x, with U = 2 R h and x = 2 L d bytes, and both keep some indices.
 GIVEN_MEMORY = {
     ("silu", "conf4", PUBLISHED): "5,507 MB",

@@ -113,7 +113,7 @@ def _objective(C: np.ndarray, cost: np.ndarray, gpus: np.ndarray, summed: bool) 
     return float(np.sum(layers))
 
 
-# What it measures -----------------------------------------------------------------------------------------------------
+# Its measurements -----------------------------------------------------------------------------------------------------
 
 ELSEWHERE = "measured on Mixtral-8x7B inference in Megatron-LM, which is not run here"
 

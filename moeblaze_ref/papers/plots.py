@@ -108,7 +108,7 @@ def _mark(axes: Axes, name: str, number: int, height: float):
 
 
 def _with_legend(figure: Figure, *panels: Axes) -> Figure:
-    """A legend of whatever has a name in any panel, each once."""
+    """Add a legend with each name in any panel once; return the figure."""
     handles: dict[str, Artist] = {}
     for axes in panels:
         drawn, names = axes.get_legend_handles_labels()

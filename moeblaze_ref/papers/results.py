@@ -16,7 +16,7 @@ from moeblaze_ref.core.paths import DOCS
 FILES = "paper_*.json"
 SAME = ("versions", "commit")  # of all parts of a run, and the code
 
-# What each row of an item has: the names in it, and the numbers that the claims and pictures read.
+# The columns of each row of an item: the names in it, and the numbers that the claims and pictures read.
 COLUMNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "moeblaze-3.1": (("preset", "kernel"), ("ms",)),
     "moeblaze-4.2": (("preset", "kernel"), ("ms",)),

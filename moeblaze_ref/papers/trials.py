@@ -59,7 +59,7 @@ class Trials:
 
 
 def _on_the_gpu(system: str, config: MoEConfig) -> tuple[str | None, bool]:
-    """What fails, and whether the process can go on: an illegal access leaves no usable CUDA context."""
+    """Return the failure, and whether the process can go on: an illegal access leaves no usable CUDA context."""
     message = failure(system, config, Gpu())
     try:
         torch.cuda.empty_cache()
@@ -75,7 +75,7 @@ def failure(system: str, config: MoEConfig, device: Device) -> str | None:
         (subject,) = scene.subjects()
         scene.step(subject)
         device.settle()
-    except Exception as error:  # whatever another project's code raises
+    except Exception as error:  # another project's code may raise any error
         first, *_ = [*str(error).strip().splitlines(), ""]
         return f"{type(error).__name__}: {first}"
     return None

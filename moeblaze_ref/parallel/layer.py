@@ -161,7 +161,7 @@ class ExpertParallelMoE(KernelMoE):
 
     @property
     def has_launch_plans(self) -> bool:
-        """Whether calls may replay launch plans on a GPU: with room for their rows they do not wait for the host."""
+        """True if calls may replay launch plans on a GPU: with room for their rows they do not wait for the host."""
         return self.capacity is not None
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = timedelta(seconds=400)  # of a collective: nobody is to wait for ever
+TIMEOUT = timedelta(seconds=400)  # of a collective: no rank waits for ever
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Return a port of 127.0.0.1 on which no process listens now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]

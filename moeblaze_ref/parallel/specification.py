@@ -1,4 +1,4 @@
-"""What a trip between ranks computes, in numpy: the specification of kernels_cuda/parallel/trip.cu.
+"""A trip between ranks, in numpy: the specification of kernels_cuda/parallel/trip.cu.
 
 Which copy of an expert a token uses is specified by `placement.copies.choose`.
 """

@@ -149,7 +149,7 @@ class Trip:
         return called(self._ranks, "exchange", rows, sent, received)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Rows, one for each that came, to their tokens' rank: the sum (L, n) of what came back of each token."""
+        """Send one row for each received row to its token's rank; return each token's sum, (L, n)."""
         sent, received, _ = self.counts
         returned = self._bridge.array(called(self._ranks, "exchange", rows, received, sent))
         copies = self._copies.map(self._bridge.array)

@@ -106,7 +106,7 @@ class Watch(AbstractContextManager):
         self._state = WORKING
         self._lost: str | None = None
         self._main_has_left = threading.Event()
-        self._over = threading.Event()  # nobody is waited for any more
+        self._over = threading.Event()  # no rank is waited for any more
         self._thread = threading.Thread(target=self._watch, name="watch of the ranks", daemon=True)
 
     def __enter__(self):
@@ -141,7 +141,7 @@ class Watch(AbstractContextManager):
                         self._store.set(LOST, self._lost)
                 if self._lost or state not in (WORKING, DONE) or all(rank.state == DONE for rank in seen):
                     self._over.set()
-            except RuntimeError as error:  # whoever is done may find the others, and their store, gone
+            except RuntimeError as error:  # a rank that is done may find the others, and their store, gone
                 self._lost = None if state == DONE else _without_store(error)
                 self._over.set()
             self._rest()

@@ -50,7 +50,7 @@ def clear(sets, n):
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def has(sets, n, member):
-    """Whether set n has a member."""
+    """Return True if set n has a member."""
     return sets[n, member >> 6] >> np.uint64(member & 63) & ONE != ZERO
 
 

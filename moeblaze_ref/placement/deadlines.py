@@ -1,4 +1,4 @@
-"""Deadlines of searches. One that ends a search remembers it: in another run the search may find another map."""
+"""Deadlines of searches. A deadline that ends a search remembers it: another run of the search may find another map."""
 
 import time
 

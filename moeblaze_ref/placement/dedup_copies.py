@@ -165,7 +165,7 @@ def without_doubles(experts: list[np.ndarray], hottest: np.ndarray) -> np.ndarra
 
 
 def tokens_of(topk: np.ndarray, num_experts: int, num_gpus: int, sequence: np.ndarray) -> Tokens:
-    """What `slots.anneal_slots` reads of one layer's choices (tokens, k); on which GPU a token is says `sources`."""
+    """Return one layer's choices (tokens, k) as `slots.anneal_slots` reads them; `sources` gives each token's GPU."""
     source, k = sources(len(topk), num_gpus).astype(np.int64), topk.shape[1]
     chosen = topk.ravel().astype(np.int64)
     first = np.append(0, np.cumsum(np.bincount(chosen, minlength=num_experts)))

@@ -26,8 +26,8 @@ from moeblaze_ref.placement.solver import (
 )
 
 EXACT = 1e7  # no known objective is more in whole numbers: with larger ones HiGHS has proven what is wrong
-# Constraints: above, or after the deadline, the start and its bound are all that there is. Fewer are tried in a short
-# time, which making them would fill: so many for each of its seconds.
+# Constraints: above, or after the deadline, the start and its bound are the result. Fewer are tried in a short time,
+# which making them would fill: so many for each of its seconds.
 MAX_ROWS, ROWS_A_SECOND = 400_000, 10_000
 
 

@@ -32,7 +32,7 @@ class MoETuner:
 
     @property
     def cut(self) -> bool:
-        """Whether the time limit ended one of them, so that another run may find another placement."""
+        """True if the time limit ended one of the programs, so that another run may find another placement."""
         return self.clusters.cut or self.gpus.cut
 
     @property

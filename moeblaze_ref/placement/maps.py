@@ -14,7 +14,7 @@ NOWHERE = -1
 
 
 class Map:
-    """What maps have in common, without copies (`Placement`) and with them (`Copies`)."""
+    """Base class of maps, without copies (`Placement`) and with them (`Copies`)."""
 
     model: str
 

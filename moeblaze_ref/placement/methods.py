@@ -25,8 +25,8 @@ from moeblaze_ref.placement.solver import DEFAULT_SOLVER, SOLVERS, TIME_LIMIT, c
 from moeblaze_ref.placement.trace import Profile, counts, profile, split
 from moeblaze_ref.placement.traffic import Runtime
 
-# What the default search minimises, by its name, and the row's time by which the map to write is chosen: of tokens that
-# come home after every layer, or that hop from the GPU of an expert to that of the next layer's.
+# Objectives of the default search, by name, and the row's time by which the map to write is chosen: of tokens that come
+# home after every layer, or that hop from the GPU of an expert to that of the next layer's.
 OBJECTIVES = {"dedup": "runtime_ms", "hops": "step_ms"}
 # GPUs above which a method is not tried, and why.
 LARGEST = {
@@ -100,8 +100,8 @@ class Fitted:
     #: Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above
     #: its least. None where nothing is proven.
     gap: float | None = None
-    #: What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
-    #: from the mean, which may be unproven where this is small.
+    #: How far the fullest GPU's load may be above the least, in the worst layer. It is not ILP 1's own objective, the
+    #: deviation from the mean, which may be unproven where this is small.
     load_gap: float | None = None
     cut: bool = False  #: whether the time limit ended a search or a solver, so that another run may find another map
     skipped: str = ""  #: why a program was not solved; empty if it was, or there is none
@@ -243,7 +243,7 @@ class Row:
     method: str
     balance_mean: float  #: the fullest GPU's load over the mean, over layers
     balance_worst: float
-    # What is None where the record has counts alone: it depends on which experts a token chose.
+    # None where the record has counts alone: these figures depend on which experts a token chose.
     cross_share: float | None  #: of transitions between layers, those that change GPU
     step_ms: float | None  #: of the modelled step
     solve_s: float  #: of the method
@@ -345,7 +345,7 @@ class Job:
         )
 
     def _followed(self, counted: Profile, trace: RoutingTrace | Routes, shares: np.ndarray) -> dict[str, float | None]:
-        """What depends on which experts each token chose, by the names of `Trial`."""
+        """Return the figures that depend on which experts each token chose, by the names of `Trial`."""
         model = step(counted, shares, self.on, self.tokens)
         costs, visited = self.options.runtime(self.on), traffic.visits(trace, shares)
         home = traffic.step(loads(counted, shares), visited, trace.tokens, costs, self.tokens)

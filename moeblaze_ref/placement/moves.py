@@ -1,4 +1,4 @@
-"""What a new map costs: which experts a GPU does not hold yet, and how long the links take to bring them.
+"""The cost of a new map: which experts a GPU does not hold yet, and how long the links take to bring them.
 
 The experts of a GPU are a set, so a new map may name its GPUs in any order within a node. `aligned` chooses the order
 in which few experts move.
@@ -12,7 +12,7 @@ from moeblaze_ref.placement.simulate import Cluster, slowness
 
 
 def held(placement: Placement | Copies) -> np.ndarray:
-    """Whether GPU g holds expert e, (layers, E, G) bool."""
+    """Return an array (layers, E, G) bool: True if GPU g holds expert e."""
     return placement.shares() > 0
 
 

@@ -38,7 +38,7 @@ Fit = Callable[[int], Placement | Copies]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a map does to some tokens."""
+    """Load, traffic and modelled time of some tokens under a map."""
 
     load: float  #: the fullest GPU over the mean, mean over layers
     distinct_gpus: float  #: D, of a token in a layer
@@ -159,7 +159,7 @@ def replay(stream: Stream, fit: Fit, every: int | None = None, dispatch: str = R
 def observe(
     trace: RoutingTrace, placement: Placement | Copies, costs: Runtime, dispatch: str = RULE, of: int | None = None
 ) -> Traffic:
-    """What a map does to the tokens of a trace, all at once.
+    """Return load, traffic and modelled time of a trace's tokens under a map, all tokens at once.
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ def table(rows: list[Row], evaluated: str) -> Table:
 
 
 def cut(method: str, time_limit: float) -> str:
-    """What to say of a method that the time limit ended."""
+    """Return the message about a method that the time limit ended."""
     return f"{method}: the time limit of {time_limit:g} s ended it, so another run may find another map"
 
 
@@ -69,6 +69,6 @@ def content(rows: list[Row], trials: list[Trial], along: Mapping[float, Trial], 
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process, or one of those that it started and ended, had at a time."""
+    """Return the most memory that this process, or a process that it started and ended, had at a time."""
     most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return most if sys.platform == "darwin" else 1024 * most

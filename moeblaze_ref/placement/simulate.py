@@ -184,7 +184,8 @@ def _speed(sender, receiver, value) -> float:
     return checks.check_float(name, value)
 
 
-# What a placement does to a profile. ``shares`` (layers, E, G) says who serves an expert's tokens: Placement.shares().
+# A profile under a placement. ``shares`` (layers, E, G): the part of an expert's tokens that each GPU serves, by
+# Placement.shares().
 
 
 def loads(profile: Profile, shares: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ CLOCK = 32  # steps between two looks at the clock: each counts many tokens
 
 
 class Tokens(NamedTuple):
-    """What one layer's tokens chose, and where they are: T tokens, k experts each, Q sequences."""
+    """The choices of one layer's tokens, and their GPUs: T tokens, k experts each, Q sequences."""
 
     topk: np.ndarray  #: (T, k) int64
     own: np.ndarray  #: (T,) int64, the token's GPU
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a search minimises: D + node_weight * N + load_weight * load.
+    """The objective that a search minimises: D + node_weight * N + load_weight * load.
 
     The load is the fullest GPU's over the mean, a mean over samples of the sequences.
     """
@@ -92,7 +92,7 @@ def _count(held, tokens, objective):
 
 @numba.njit(cache=True, nogil=True)
 def value(slots, num_experts, tokens, objective):
-    """What `anneal_slots` minimises, counted afresh: (the value, D, N, load). Parameters are as there."""
+    """Return the objective of `anneal_slots`, counted afresh: (the value, D, N, load). Parameters are as there."""
     _, visits, rows = _count(_held(slots, num_experts, objective.near), tokens, objective)
     load = _fullest(_added(np.zeros((objective.weights.shape[1], len(slots))), rows, objective.weights))
     D, N = visits[:, 0].sum() / len(visits), visits[:, 1].sum() / len(visits)

@@ -36,7 +36,7 @@ PLACES = "last_physical_to_logical_map"
 
 
 class Recorded(NamedTuple):
-    """What a runtime recorded."""
+    """The choices or counts that a runtime recorded."""
 
     trace: RoutingTrace | Counted
     dense: tuple[int, ...]  #: the model's layers without experts, counted among all layers
@@ -79,7 +79,7 @@ def read(path: Path, source: str, num_experts: int | None = None, model: str = "
 
 
 def saved_by_torch(path: Path, what: str) -> dict[str, Any]:
-    """Read what ``torch.save`` wrote, as `trace.load_tensors` does, with one line of error for whatever is none of it.
+    """Read what ``torch.save`` wrote, as `trace.load_tensors` does; any other file raises an error of one line.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def saved_by_torch(path: Path, what: str) -> dict[str, Any]:
             return load_tensors(path)
     except (OSError, ImportError, MemoryError):
         raise
-    except Exception:  # torch's reader of pickles raises whatever it stumbles over
+    except Exception:  # torch's reader of pickles may raise any error
         form = "it must be a dictionary of tensors, numbers, text and lists that torch.save wrote"
         raise ValueError(f"{path.name} is no {what}: {form}") from None
 
@@ -170,7 +170,7 @@ def _trace_or_synthetic(
 
 
 def _has_no_tokens(path: Path) -> bool:
-    """Whether a file holds topk (0, layers, k)."""
+    """Return True if a file holds topk (0, layers, k)."""
     try:
         topk = load_npz(path, "topk")["topk"]
     except ValueError:
@@ -213,7 +213,7 @@ def _requests_of_npz(path: Path) -> Iterator[tuple[str, Array]]:
 
 
 def _requests_of_responses(path: Path) -> Iterator[tuple[str, Array]]:
-    """What each line, a response of the server, has of each of its choices."""
+    """Yield the name and the array of each choice in each line; a line is a response of the server."""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         name = f"line {number} of {path.name}"
         response = records.parse(name, line)
@@ -255,7 +255,7 @@ def _sglang(path: Path) -> _Choices:
 
 
 def _of_choices(path: Path) -> dict[str, Any]:
-    """What SGLang's recorder wrote in mode per_token."""
+    """Read a record that SGLang's recorder wrote in mode per_token."""
     found = saved_by_torch(path, OF_RECORDER)
     if "logical_count" in found:
         raise ValueError(f"{path.name} holds counts, not choices: record in mode per_token, or use --from counts")

@@ -174,7 +174,7 @@ class Output(NamedTuple):
 
 
 def planned(path: Path | None, target: str | None, dense: tuple[int, ...] = ()) -> Output | None:
-    """What is to be written, or None where no path is named.
+    """Return the output to write, or None if no path is named.
 
     Raises
     ------

@@ -119,7 +119,7 @@ def counts(topk: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """What ``torch.save`` wrote, if it is a dictionary; nothing in it is ever run.
+    """Load a dictionary that ``torch.save`` wrote, without running any code in the file.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""What a runtime sends under a placement: D and N, the load of batches, and the time of a step.
+"""Traffic of a runtime under a placement: D and N, the load of batches, and the time of a step.
 
 A runtime brings a token home after each layer. In a layer it sends a token's row once to every GPU that has one of the
 token's experts. So what counts is D, the distinct GPUs of a token, and N, its distinct nodes: means over tokens and
-layers. Source: docs/parallel.md, which measured `parallel.layer`; `parallel.costs` models the same step for windows of
+layers. Source: docs/parallel_measured.md, which measured `parallel.layer`; `parallel.costs` models the same step for windows of
 tokens.
 """
 

@@ -60,7 +60,7 @@ def _members(gpus, num_gpus):
 
 @numba.njit(cache=True)
 def value(gpus, sets, loads, num_gpus, per_node, load_weight, node_weight, tokens):
-    """What `anneal_layer` minimises, counted afresh: (D + node_weight * N + load_weight * load, D, N, load).
+    """Return the objective of `anneal_layer`, counted afresh: (D + node_weight * N + load_weight * load, D, N, load).
 
     Parameters are those of `anneal_layer`.
     """

@@ -1,4 +1,4 @@
-"""What would help most: a run is counted again with each change, and the changes are ranked by the bytes they free."""
+"""Changes to a run, ranked by the bytes they free: a run is counted again with each change."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -102,7 +102,7 @@ def _candidates(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _policies(run: Run) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield our layer with the two policies that keep least, if it can take the place of the experts.
 
-    Under a checkpoint it would be computed twice, whatever it keeps.
+    Under a checkpoint it would be computed twice with any policy.
     """
     if run.checkpoint != "none":
         return

@@ -58,7 +58,7 @@ class Checkpointed:
     def _moments(self, step: Step) -> Iterator[Moment]:
         steps = [self._step(part, step) for part in self.parts]
         kept = [part.kept(own) for part, own in zip(self.parts, steps, strict=True)]
-        # What is kept from the first forward is not computed again.
+        # Tensors kept from the first forward are not computed again.
         gone = tuple(tensor.name for tensor in self.kept(step)[1:])
         for i, (part, own) in enumerate(zip(self.parts, steps, strict=True)):
             alive = tuple(tensor for rows in kept[: i + 1] for tensor in rows)
@@ -83,7 +83,7 @@ class Checkpointed:
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """What checkpointed layers are called with again: it lives as long as the graph, once for all layers."""
+    """Arguments of the second call of checkpointed layers: they live as long as the graph, once for all layers."""
 
     masks: int = 0  #: tables of L * S numbers, added to logits
     kind: ClassVar[str] = "positions"

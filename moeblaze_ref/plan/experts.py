@@ -15,7 +15,7 @@ from moeblaze_ref.memory.accounting import Account, Size, Tensor, account, megab
 from moeblaze_ref.plan.parts import Moment, Part, Step, Weight, divided
 from moeblaze_ref.systems.layer import intermediates
 
-# What a router makes of the logits.
+# The scores that a router makes of the logits.
 SCORES = {
     "softmax": "probabilities of all experts, then the k largest (Mixtral, Qwen3, OLMoE, DeepSeek-V2)",
     "sigmoid": "a number for each expert by itself; a bias moves the choice (DeepSeek-V3, Kimi-K2, GLM-4.5)",

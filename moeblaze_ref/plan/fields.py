@@ -34,7 +34,7 @@ class Fields:
             raise ValueError(str(error)) from None
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return True if the field is there and not null."""
         return self._fields.get(name) is not None
 
     def only(self, **counted: Any) -> None:

@@ -17,7 +17,7 @@ HEAD_WIDTH = 64  # of Megatron's GPT-2 models, and of GPT-2
 
 
 class Whole:
-    """What parts have in common that no tensor parallelism and no checkpoint divides."""
+    """Base class of parts that no tensor parallelism and no checkpoint divides."""
 
     by_token: ClassVar[bool] = False
 

@@ -59,7 +59,7 @@ def fields_of(case: Case) -> dict[str, Any]:
 
 
 def measure(case: Case, sequences: Sequence[int] = SEQUENCES) -> list[dict[str, Any]]:
-    """What torch keeps and has at most on the GPU, beside the plan's, for each sequence.
+    """Measure torch's kept and peak bytes on the GPU, beside the plan's, for each sequence.
 
     Returns
     -------

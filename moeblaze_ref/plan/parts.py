@@ -63,7 +63,7 @@ class Step:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the step runs on a GPU, as its attention does."""
+        """True if the step runs on a GPU, as its attention does."""
         return not self.attention.startswith("cpu")
 
     @cached_property
@@ -122,7 +122,7 @@ class Part(Protocol):
         """Return what it keeps from the forward to the backward."""
 
     def forward(self, step: Step) -> tuple[Moment, ...]:
-        """Return the moments of its forward at which memory may be highest, all that it keeps being there."""
+        """Return the moments of its forward at which memory may be highest; all its kept tensors are there then."""
 
     def backward(self, step: Step) -> tuple[Moment, ...]:
         """Return the moments of its backward at which memory may be highest, in their order."""

@@ -53,7 +53,7 @@ def _by_color(held: dict[str, int], unit: int) -> dict[str, float]:
 
 
 def over_time(run: Run) -> Figure:
-    """What the fullest GPU holds at each moment of a step, stacked, with the peak marked.
+    """Draw the bytes that the fullest GPU holds at each moment of a step, stacked, with the peak marked.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def over_time(run: Run) -> Figure:
 
 
 def moments_picture(moments: Sequence[Instant], title: str, unit: str = "GB") -> Figure:
-    """What is held at each moment of a step, stacked, with the peak marked.
+    """Draw the bytes that are held at each moment of a step, stacked, with the peak marked.
 
     Parameters
     ----------

@@ -80,7 +80,7 @@ RULES = {
 
 
 def _kept(run: Run, kind: str) -> bool:
-    """What the parts of a kind keep: in bfloat16 on a CPU and a GPU, in float32 on a CPU.
+    """Tensors that the parts of a kind keep: in bfloat16 on a CPU and a GPU, in float32 on a CPU.
 
     Tests: test_a_whole_model_keeps_what_autograd_keeps, test_a_model_in_float32_keeps_what_autograd_keeps,
     test_attention_step_by_step_keeps_all_probabilities, test_a_plan_is_what_the_gpu_has,

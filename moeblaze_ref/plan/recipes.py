@@ -61,7 +61,7 @@ def state_bytes(recipe: Recipe, weight: Weight, count: int) -> int:
 
 
 def is_matrix(weight: Weight) -> bool:
-    """Whether Muon trains it: a matrix, or one for each expert, but neither the embedding nor the head."""
+    """Return True if Muon trains it: a matrix, or one for each expert, but neither the embedding nor the head."""
     is_bias = weight.name.startswith("b") or "bias" in weight.name
     return len(weight.dims) >= 2 and not is_bias and weight.name not in ("embedding", "head")
 

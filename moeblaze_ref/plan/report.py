@@ -87,7 +87,7 @@ def with_overhead(run: Run, overhead: float = OVERHEAD) -> int:
 
 
 def notes(run: Run) -> list[str]:
-    """What a reader must know about the numbers."""
+    """Return the notes that a reader of the numbers needs."""
     found = [f"Not planned: {name}, {count:,} parameters." for name, count in run.model.beside]
     if run.step.sequence > run.model.longest:
         found.append(

@@ -1,4 +1,4 @@
-"""A training run in all that decides its bytes, and what one GPU of it holds."""
+"""A training run, with every setting that decides its bytes, and what one GPU of it holds."""
 
 import functools
 import operator
@@ -72,7 +72,7 @@ class Run:
 
     @cached_property
     def stages(self) -> tuple["Stage", ...]:
-        """What a GPU of each stage of the pipeline has."""
+        """The stages of the pipeline, each with the contents of one of its GPUs."""
         step = replace(self.step, dtype=recipes.RECIPES[self.recipe].dtype)
         whole = checkpointed_model(self.model, self.checkpoint)
         factors, models = self._factors, shares.stages(whole, self.parallel)

@@ -1,4 +1,4 @@
-"""What one GPU of many holds of a model, and of a step.
+"""The part of a model, and of a step, that one GPU of many holds.
 
 Data-parallel groups hold copies of a model. Tensor parallelism divides heads, widths and the vocabulary; where it
 divides nothing, it divides the tokens of a sequence (sequence parallelism). Experts are divided among

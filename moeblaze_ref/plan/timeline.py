@@ -19,7 +19,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Instant:
-    """What is alive at one moment of a step."""
+    """The bytes that are alive at one moment of a step."""
 
     phase: str  #: one of ``PHASES``
     where: str  #: the part that works
@@ -45,7 +45,7 @@ class Work:
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """What it keeps."""
+        """The tensors that the part keeps."""
         return _kept(self.part, self.step)
 
     @property
@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Resident:
-    """What is there during the whole step."""
+    """The bytes that are there during the whole step."""
 
     held: Counter[str]  #: bytes by kind
     optimizer_work: int = 0  #: bytes beside all this in the optimizer's step

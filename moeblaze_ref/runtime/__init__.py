@@ -16,7 +16,7 @@ from moeblaze_ref.runtime.source import Module
 
 
 class Executor(Protocol):
-    """What compiles and runs kernel files."""
+    """An executor: it compiles and runs kernel files."""
 
     def __hash__(self) -> int:
         """Hash of the executor, which is a key of caches."""

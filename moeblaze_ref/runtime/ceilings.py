@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """What a stage cannot do without.
+    """The least FLOPs and bytes that a stage needs.
 
     Parameters
     ----------
@@ -21,7 +21,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device was seen to do in this run.
+    """Rates of the device, measured in this run.
 
     Parameters
     ----------

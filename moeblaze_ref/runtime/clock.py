@@ -13,10 +13,10 @@ Contender = Callable[[int, Lap], object]  # does its work on the inputs of this 
 
 
 class Clock(Protocol):
-    """What tells the time of the device."""
+    """A clock of the device."""
 
     def settle(self) -> None:
-        """Waits until the device has done all that is in its queue."""
+        """Wait until the device has finished all work in its queue."""
 
     def mark(self) -> Any:
         """A moment: when the device comes to this point of its queue."""
@@ -27,7 +27,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Samples:
-    """What one contender took.
+    """The measured times of one contender.
 
     Parameters
     ----------

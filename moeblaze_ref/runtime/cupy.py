@@ -89,7 +89,7 @@ class CupyExecutor:
 
 
 class Gpu(NamedTuple):
-    """What the kernels must know of a device."""
+    """Properties of a device that the kernels need."""
 
     name: str
     capability: tuple[int, int]

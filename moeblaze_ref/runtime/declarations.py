@@ -111,7 +111,7 @@ def _scalar(dtype: str) -> tuple[type, tuple[int, int] | None]:
 
 @dataclass(frozen=True)
 class Declarations:
-    """What a file's ``__global__`` declarations say.
+    """The ``__global__`` declarations of a file.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ class NoGraph(RuntimeError):
 
 
 class Device(Clock, Protocol):
-    """What is timed: a `Gpu`, or a pretended one in a test."""
+    """A device that is timed: a `Gpu`, or a simulated one in a test."""
 
     torch_device: torch.device
     cache_bytes: int
@@ -36,7 +36,7 @@ class Device(Clock, Protocol):
         raise NotImplementedError
 
     def ceilings(self) -> dict[str, Contender]:
-        """What shows how fast the device is, to be timed interleaved with what is compared with it."""
+        """Contenders that show the device's speed. Time them interleaved with the work that is compared with it."""
 
     def rates(self, samples: Mapping[Any, Samples]) -> Ceilings:
         """Rates from the samples of `ceilings`, among others."""
@@ -66,7 +66,7 @@ class Gpu:
         self.cache_bytes = torch.cuda.get_device_properties(self.torch_device).L2_cache_size
 
     def settle(self) -> None:
-        """Waits until the device has done all that is in its queue."""
+        """Wait until the device has finished all work in its queue."""
         torch.cuda.synchronize()
 
     def mark(self) -> torch.cuda.Event:
@@ -94,7 +94,7 @@ class Gpu:
         }
 
     def rates(self, samples: Mapping[Any, Samples]) -> Ceilings:
-        """What `ceilings` did, as rates."""
+        """Return the rates that the samples of `ceilings` show."""
         return Ceilings(2 * PRODUCT**3 / samples["product"].median, 2 * COPY_BYTES / samples["copy"].median)
 
     @cached_property

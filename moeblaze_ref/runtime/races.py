@@ -17,7 +17,7 @@ from moeblaze_ref.runtime.simt.symbols import Frame
 
 LOAD, _, ATOMIC = ACCESSES
 BARRIER = "__syncthreads"  # and those that count or vote
-# What else orders threads, in the text of a kernel or of a header that it uses; it is not followed here.
+# Other text that orders threads, in a kernel or in a header that it uses. The race check does not follow it.
 OTHER_ORDER = re.compile(r"__threadfence|mbarrier|cp_async|wgmma|\bvolatile\b")
 
 

@@ -1,4 +1,4 @@
-"""What the threads of a launch did, one by one: the SIMT executor with a recorder.
+"""Record each access of a launch's threads: the SIMT executor with a recorder.
 
 Recorded is what the executor counts: every access to global and shared memory, with its line of the source. Beside
 them stand the operations that touch no such memory: waits, exchanges between lanes, what a thread asks of Hopper's
@@ -90,12 +90,12 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What lanes of one warp do together: an access of one instruction, or an operation.
+    """A joint step of lanes of one warp: an access of one instruction, or an operation.
 
     Parameters
     ----------
     operation : str
-        "load", "store", "atomic"; of what accesses no memory the function's name, as "__syncthreads".
+        "load", "store", "atomic"; without a memory access the function's name, such as "__syncthreads".
     frames : tuple of Frame
         The line, and those of the functions inlined around it, from the inside out.
     records : ndarray (n,), RECORD
@@ -204,7 +204,7 @@ class Step:
         return found
 
     def elements(self) -> list[str]:
-        """What each lane asks for, as ``x[3, 0]``, in order of the records."""
+        """The element that each lane accesses, as ``x[3, 0]``, in order of the records."""
         return [self.regions[where].element(offset, size) for where, offset, size in self._places()]
 
     def _places(self) -> Iterable[tuple[int, int, int]]:
@@ -255,7 +255,7 @@ class LaunchRecord:
 
     @property
     def note(self) -> str:
-        """What is not here because the limit was reached; empty if all is."""
+        """Say how many records are missing because the limit was reached; empty if none is."""
         kept = len(self.records)
         if kept == self.seen:
             return ""
@@ -271,15 +271,15 @@ class LaunchRecord:
         return next((frame for frame in chain if frame.file == file), None)
 
     def warps(self) -> list[tuple[int, int]]:
-        """(block, warp) of all that have records, in order."""
+        """Return (block, warp) of every warp that has records, in order."""
         found = np.stack([self.records["block"].astype(int), self.records["thread"].astype(int) // LANES], axis=1)
         return [(int(block), int(warp)) for block, warp in np.unique(found, axis=0)]
 
     def steps(self, block: int = 0, warp: int = 0) -> list[Step]:
-        """What one warp did, in an order that is every lane's own.
+        """Return the steps of one warp, in an order that agrees with each lane's own.
 
-        Lanes run one after another here. What a GPU issues together is put together again as the executor counts it:
-        the n-th execution of one instruction by each lane, since the lanes last met, is one step.
+        The executor runs lanes one after another. This function joins accesses that a GPU issues together, as the
+        executor counts them. One step is the n-th execution of one instruction by each lane since the lanes last met.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""A launch's records as bytes, for a process that does not trust the one that sends them: JSON, then an array."""
+"""Encode a launch's records as bytes, JSON and then an array, for a process that does not trust the sender."""
 
 import json
 from typing import Any

@@ -62,7 +62,7 @@ class KernelSource:
 
     @property
     def runs_on(self) -> str:
-        """What the file's header says under "Runs on"; empty if it says nothing."""
+        """The text of "Runs on" in the file's header; empty if the header has none."""
         line = _RUNS_ON.search(self.text)
         return line[1] if line else ""
 
@@ -87,7 +87,7 @@ class KernelSource:
 
     @property
     def gpu_options(self) -> tuple[str, ...]:
-        """What tells NVRTC of an architecture such as sm_90a, whose instructions no other GPU has."""
+        """Options of NVRTC for an architecture such as sm_90a, whose instructions no other GPU has."""
         needed = _ARCHITECTURE.match(self.runs_on)
         return (f"-arch={needed[0]}",) if needed and needed[3] else ()
 
@@ -124,7 +124,7 @@ class KernelSource:
 
 
 def edition(file: str, text: str | None = None) -> Edition:
-    """What tells one edition of a kernel file and its headers from the next: path, time of change and size of each.
+    """Return path, time of change and size of a kernel file and its headers, which identify their edition.
 
     A part of the key of compiled modules, so that an edited file is compiled again in a running session.
 
@@ -133,7 +133,7 @@ def edition(file: str, text: str | None = None) -> Edition:
     file : str
         Its place in ``kernels_cuda/``.
     text : str, optional
-        What is compiled in the file's place.
+        Text to compile in the file's place.
 
     Raises
     ------
@@ -213,7 +213,7 @@ class Module(ABC):
         ValueError, TypeError
             If an argument or a size is not what the kernel takes.
         KernelFault
-            On the SIMT executor: if a thread leaves its buffers, waits for one that never comes, or traps.
+            On the SIMT executor: if a thread leaves its buffers, waits for a thread that never comes, or traps.
         """
         grid, block = checked_sizes(kernel, grid, block, shared_bytes)
         self._run(kernel, grid, block, shared_bytes, self.bind(kernel, arguments))

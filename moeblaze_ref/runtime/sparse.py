@@ -54,7 +54,7 @@ class Launch:
     where: dict[str, Any] = field(default_factory=dict)
 
     def is_one(self, kernel: str, arguments: dict[str, Any]) -> bool:
-        """Whether this is a launch of it."""
+        """Return True if a call of ``kernel`` with these arguments is this launch."""
         return kernel == self.kernel and all(arguments[name] == value for name, value in self.where.items())
 
     def lay_out(self, opened: Callable[[str, Any], np.ndarray]) -> None:
@@ -88,7 +88,7 @@ class Reservation:
         self._open: dict[int, int] = {}  # address and bytes
 
     def holds(self, array: np.ndarray) -> bool:
-        """Whether the array is this one, or a part of it."""
+        """Return True if the array is the reserved one, or a part of it."""
         begin = self.array.ctypes.data
         return begin <= array.ctypes.data < begin + self.array.nbytes
 
@@ -125,7 +125,7 @@ class _Reserved(Staged):
     reservation: Reservation
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
-        """What is open of it."""
+        """Yield the open ranges of the array: a name, the address and the bytes of each."""
         array = self.reservation.array
         for address, size in self.reservation.ranges():
             first = (address - array.ctypes.data) // array.itemsize

@@ -13,11 +13,11 @@ RANKS = (2, 3)
 ROW_BYTES = 128  # of a box: a row of the 128-byte swizzle
 ALIGNMENT = 16  # bytes, of the matrix and of its rows
 MAX_BOX = 256  # elements along an axis
-BYTES = 128  # of the encoded map, whoever encodes it
+BYTES = 128  # of the encoded map, with every encoder
 
 
 class Layout(NamedTuple):
-    """Where an array lies and how: all that an encoded map depends on, besides the box."""
+    """Address, dtype, shape and strides of an array. An encoded map depends on these and on the box alone."""
 
     address: int  # on its device
     dtype: str
@@ -76,7 +76,7 @@ class TensorMap:
 
 
 class EncodedMap(NamedTuple):
-    """A tensor map as the copy engine reads it: it holds no array, so whoever launches with it does."""
+    """A tensor map as the copy engine reads it. It does not keep the array alive: the caller of the launch must."""
 
     words: Any  # `BYTES` of them
     layout: Layout

@@ -192,7 +192,7 @@ def _check_backward(d_out: Array, saved: "Saved", w1: Array, w2: Array | None, w
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What the forward keeps for the backward: no weights.
+    """Tensors that the forward saves for the backward: no weights.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ class Saved:
     x_rows : array (E, C, d)
         Rows of x in the bins.
     a, b, y_swi : array (E, C, h)
-        What lies between the projections, padding included; b is None for the ungated activations.
+        The tensors between the projections, padding included; b is None for the ungated activations.
     y : array (E, C, d)
         The experts' outputs, for the gradient of the gates.
     activation : str

@@ -19,9 +19,9 @@ from moeblaze_ref.core.contract import INT32, Contract, Tensor, Value, bodies
 from moeblaze_ref.core.stage_contracts import ACTIVATION, Dtypes
 from moeblaze_ref.core.structures import HIDDEN, STRUCTURES, Array, Dispatch, Gating
 
-# What each policy keeps of a gated activation, besides x, the Dispatch and the gates. The backward
-# reads a, b and y_swi and rebuilds those that are missing; `conventional` also keeps what
-# plain autograd would keep and this backward never reads: routed_x, act_a and y.
+# Tensors that each policy saves for a gated activation, besides x, the Dispatch and the gates. The
+# backward reads a, b and y_swi and rebuilds the missing ones. `conventional` also saves tensors that
+# plain autograd would save and this backward never reads: routed_x, act_a and y.
 _OF_GATED = {
     "conventional": ("routed_x", "a", "b", "act_a", "y_swi", "y"),
     "paper": ("a", "b", "y_swi"),
@@ -76,7 +76,7 @@ class MoEWeights(NamedTuple):
 
 
 class ExpertWeights(Protocol):
-    """What the experts' half of a layer takes of its weights, such as `MoEWeights`."""
+    """Weights that the experts' half of a layer needs, such as `MoEWeights`."""
 
     @property
     def w1(self) -> Array:
@@ -92,7 +92,7 @@ class ExpertWeights(Protocol):
 
 
 class RouterStage(NamedTuple):
-    """The router's functions, without their checks, as are all that follow."""
+    """The router's functions, without their checks. The classes below have no checks either."""
 
     forward: Callable[..., Array]
     input_gradient: Callable[..., Array]
@@ -157,7 +157,7 @@ class Stages(NamedTuple):
     gathered: "Gathered"
 
     def with_gating(self, **functions: Callable[..., Any]) -> "Stages":
-        """The same with other functions of gating, by name, such as one that checks."""
+        """Return the stages with other functions of gating, by name, such as a checking function."""
         return self._replace(gating=self.gating._replace(**functions))
 
 
@@ -216,7 +216,7 @@ def stages_of(*modules: ModuleType) -> Stages:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What the forward keeps for the backward: no weights, and no router probabilities.
+    """Tensors that the forward saves for the backward: no weights, and no router probabilities.
 
     Parameters
     ----------
@@ -226,7 +226,7 @@ class Saved:
         The routing; it is never decided again.
     gates : array (L, k)
     intermediates : dict of str to array
-        Those that the policy keeps, by the names of the function `intermediates`.
+        The tensors that the policy saves, by the names of the function `intermediates`.
     activation, policy : str
     renormalize : bool
     """
@@ -253,7 +253,7 @@ class Saved:
 
 
 class Choice(NamedTuple):
-    """What the router decided."""
+    """The router's choice of experts, its gates and its losses."""
 
     topk_experts: Array  # (L, k) int32
     gates: Array  # (L, k)
@@ -262,7 +262,7 @@ class Choice(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What the router decided, as the experts take it."""
+    """The router's decision in the form that the experts take: a `Dispatch` and gates."""
 
     dispatch: Dispatch
     gates: Array  # (L, k)
@@ -271,7 +271,7 @@ class Routed(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """What the forward returns."""
+    """Results of the forward."""
 
     out: Array  # (L, d)
     load_balancing_loss: Array  # ()
@@ -280,7 +280,7 @@ class LayerOutput(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward returns; None for what was not wanted."""
+    """Gradients from the backward; None for a gradient that was not wanted."""
 
     d_x: Array | None  # (L, d)
     d_wg: Array | None  # (d, E)
@@ -494,10 +494,10 @@ def backward(
 
     Notes
     -----
-    What is alive of size (R, h) or (R, d), step by step, and where it dies; a weight gradient is born at each ``->``:
+    Live tensors of size (R, h) or (R, d), step by step, and where they die; a weight gradient is born at each ``->``:
 
-    1. a and b, kept or computed again, become d_a and d_b, in place if they are nobody else's; gate * y_swi is born.
-       Kept routed_x, act_a, y_swi and y die here; where y_swi alone is kept, it stands for a, and becomes d_a.
+    1. a and b, saved or computed again, become d_a and d_b, in place if nothing else uses them; gate * y_swi is born.
+       Saved routed_x, act_a, y_swi and y die here; where y_swi alone is saved, it stands for a, and becomes d_a.
     2. gate * y_swi -> d_w3, and dies.
     3. d_a, d_b -> d_x: the tiled versions store (R, d) rows, whole or some columns after the others, which
        die within.
@@ -576,7 +576,7 @@ def router_gradients(
     d_router_z_loss: float | Array = 0.0,
     wanted: Collection[str] = Gradients._fields,
 ) -> tuple[Array | None, Array | None]:
-    """What the backward of every system ends with: the whole d_x (L, d) and d_wg (d, E), where wanted.
+    """Return the whole d_x (L, d) and d_wg (d, E), where wanted: the last step of every system's backward.
 
     ``d_x`` is the gradient through the experts, None where it is not wanted; it is overwritten. ``d_gates`` (L, k) is
     the gradient of the gates that `route` returned for ``topk_experts`` (L, k): the logits are computed again, the

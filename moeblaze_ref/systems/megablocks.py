@@ -20,7 +20,7 @@ FLOATS = ("gates", "x_rows", "a", "b", "y_swi", "y")  # what is kept besides ind
 
 @dataclass(eq=False)
 class Saved:
-    """What the forward keeps for the backward: no weights.
+    """Tensors that the forward saves for the backward: no weights.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Saved:
     x_rows : array (P, d)
         Rows of x in the bins.
     a, b, y_swi : array (nnz, block, block)
-        What lies between the projections, padding included; b is None for the ungated activations. If y_swi is None,
+        The tensors between the projections, padding included; b is None for the ungated activations. If y_swi is None,
         the backward computes it again from a and b.
     y : array (P, d)
         The experts' outputs, for the gradient of the gates.
@@ -70,7 +70,7 @@ class Saved:
 
 
 class Gradients(NamedTuple):
-    """What the backward returns; None for what was not wanted."""
+    """Gradients from the backward; None for a gradient that was not wanted."""
 
     d_x: Array | None  # (L, d), through the experts alone
     d_w1: Array | None  # (E, d, h)

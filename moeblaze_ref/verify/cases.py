@@ -148,11 +148,11 @@ class Case:
     drop_policy: str = "by_gate"  #: of the stage ``capacity``, one of ``capacity.DROP_POLICIES``
     replay: bool = False  #: whether the layer is given its routing, ``topk_experts``, in place of its router's choice
     wanted: tuple[str, ...] = GRADIENTS  #: the gradients that are asked for, of ``GRADIENTS``
-    #: Whether the backward may overwrite what the forward saved; of a torch layer, whether it is the last backward.
+    #: True if the backward may overwrite tensors that the forward saved; for a torch layer, if it is the last backward.
     overwrite: bool = False
-    #: Of the torch layers in a narrow dtype: whether x and the weights are float32 and ``torch.autocast`` casts them.
+    #: For the torch layers in a narrow dtype: True if x and the weights are float32 and ``torch.autocast`` casts them.
     autocast: bool = False
-    #: Of the torch layers: whether activation checkpointing computes the forward twice, with one routing.
+    #: For the torch layers: True if activation checkpointing computes the forward twice, with one routing.
     keep_routing: bool = False
     block: int | None = None  #: of the stage ``block_sparse``, a divisor of h; by default `comparisons.sparse_block`
     #: Steps of the same shape that came before. Rows and gradients that a single stage is given differ in each.

@@ -28,7 +28,7 @@ from moeblaze_ref.verify.cases import (
     standard_cases,
 )
 
-# What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
+# Numba's simulator runs this many routed rows, and elements of w1 (a thread each), in a second or two.
 SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
 LAYER_DEVICES = {"simt": "cpu", "cuda": "cuda", ORACLE.name: "cpu"}  # where each backend runs the torch layers
 
@@ -222,7 +222,7 @@ def plan(
 ) -> list[Callable[[], Iterable[Row]]]:
     """The checks to run, one thunk for each stage, backend and case.
 
-    Without a list of cases, each stage gets all that `chosen` has for it; a list that is given stays as it is.
+    Without a list of cases, each stage gets the cases of `chosen`; a given list is not changed.
 
     Raises
     ------
@@ -266,7 +266,7 @@ def check_of(stage: str) -> Callable[[Backend, str | None, Case], Iterator[Row]]
 def _plan_version(
     backend: Backend, stage: str, version: str | None, choose: Callable[..., list[Case]]
 ) -> list[Callable[[], Iterable[Row]]]:
-    """One thunk for each case, or one that says why the version does not run here."""
+    """Return one thunk for each case, or a single thunk that says why the version does not run here."""
     if reason := backend.refusal(stage, version):
         return [lambda: [unavailable(backend, stage, version, reason)]]
     check = check_of(stage)

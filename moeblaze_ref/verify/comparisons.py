@@ -139,7 +139,7 @@ def _gradients(outputs: dict[str, Tensor], d_outputs: dict[str, Any], inputs: di
 
 
 def _cotangents(outputs: dict[str, Tensor], d_outputs: dict[str, Any]) -> dict[str, Tensor]:
-    """The gradients of the outputs as tensors of their dtypes and devices; of those that autograd knows alone."""
+    """Return the gradients of the outputs that autograd tracks, in the outputs' dtypes and on their devices."""
     return {
         name: torch.as_tensor(np.asarray(d_outputs[name], np.float64)).to(out)
         for name, out in outputs.items()
@@ -446,13 +446,13 @@ FIRST_CASES: dict[str, tuple[str, ...]] = {
 
 
 def extended(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
-    """Return the cases and those that the check adds for a version of a stage.
+    """Return the cases, and the cases that the check adds for a version of a stage.
 
     The gating gets `logit_cases`, too, and each case with renormalised gates, and many terms of the losses. The gating
     and the dispatch get as many experts a token as there can be, the dispatch many tokens, too. The layer gets every
     activation under every policy, too, and each gradient alone. The capacity gets each, and one with equal gates, under
     every factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size and wider ones, too;
-    its 7_persistent gets only those that its tiles divide. Kernels that all versions share, the sums of the gating and
+    its 7_persistent gets only blocks that its tiles divide. Kernels that all versions share, the sums of the gating and
     the layer's fused gating, get many tokens in the first version, where they take least time.
     """
     if stage == "gating":
@@ -480,7 +480,7 @@ def fitting(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
 
 
 def turn(stage: str, version: str | None, case: Case) -> int:
-    """Return a case's place among those that run first on a version of a stage; the others share the last place."""
+    """Return a case's place among the first cases of a version of a stage; all other cases have the last place."""
     first = FIRST_CASES.get(f"{stage}/{version}", FIRST_CASES.get(stage, ()))
     return first.index(case.name) if case.name in first else len(first)
 
@@ -769,7 +769,7 @@ EXPECT: dict[str, Expect] = {
 }
 
 
-# What only these versions of a stage do: what runs it, and what its results must equal.
+# Checks of these versions of a stage alone: the function that runs the version, and the expected results.
 _OF_VERSIONS: dict[tuple[str, str | None], tuple[Callable[[Any, Case], Results], Expect]] = {
     ("combine", "2_vector"): (run_combine_in_parts, expect_combine_in_parts),
     **{("expert_up", version): (run_forward, expect_forward) for version in gemm.TEACHING},

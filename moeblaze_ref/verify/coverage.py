@@ -33,7 +33,7 @@ class Option:
     """Something that a check chooses."""
 
     name: str
-    values: tuple[str, ...]  #: all that it may be
+    values: tuple[str, ...]  #: all values that it can have
     of: Callable[[Check], object]  #: the value of a check, not yet a string
     parameter: str  #: the argument of the functions and the torch layers that sets it; empty if none does
 

@@ -1,9 +1,9 @@
-"""Run untrusted code in a forked process, with limits, and end everything that it started.
+"""Run untrusted code in a forked process, with limits, and end all processes that it started.
 
 The process gets a session of its own, no capabilities, and no open file but its output and one pipe. It ends when the
-process that watches it ends. That one is the *subreaper* of whatever it starts: a process whose parent has ended, and
-one that has called ``setsid``, are still found among its descendants. `supervise` does the same for the watcher, so
-that the code ends even if the watcher is killed.
+process that watches it ends. The watcher is the *subreaper* of its descendants: it also finds a process whose parent
+has ended, and a process that has called ``setsid``. `supervise` does the same for the watcher, so that the code ends
+even if the watcher is killed.
 
 `verify.landlock` keeps the code from writing files, from signals to processes outside, and from their memory.
 `verify.seccomp` refuses the network, and other calls that act on processes outside. Where a system lacks Landlock,
@@ -140,7 +140,7 @@ def keep_others_out() -> bool:
 
 
 _lock = threading.Lock()
-_before: list[int] = []  # whether the process could be opened, when each of those that are inside came
+_before: list[int] = []  # for each thread inside: whether the process could be opened when the thread came
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ def _confine(pipe: int, channel: socket.socket, limits: Limits, folder: str, wat
 
 
 def _refused(steps: dict[str, Callable[[], bool]]) -> list[str]:
-    """Take the steps, and return those that the system refuses."""
+    """Take the steps, and return the names of the steps that the system refuses."""
     return [name for name, step in steps.items() if not step()]
 
 
@@ -336,7 +336,7 @@ def _processes_of_machine() -> int:
 
 
 def _look(limits: Limits, starting: int) -> int:
-    """Look at what all descendants hold; those that wait to start count too. Returns how many more may start."""
+    """Check the limits of all descendants, waiting starts included. Return how many more processes may start."""
     with _open_files_needed():
         processes = _descendants(os.getpid())
     _check_size(processes, starting, limits)

@@ -1,11 +1,17 @@
 """Check a kernel in a process of its own, so that a kernel that crashes or hangs does not end the caller.
 
-There are four processes. One asks. One supervises the next two. One compares: it makes the inputs, and computes what is
-right when the kernel and all that it started have ended. One, a fork of it under `guard.run`, runs the reader's code.
-The last two share the memory of the outputs alone, and a pipe through which the kernel's process sends its counts.
+There are four processes:
+
+- The caller asks for the check.
+- The supervisor watches the next two.
+- The comparing process makes the inputs. It computes the expected outputs when the kernel and all processes that the
+  kernel started have ended.
+- The kernel's process is a fork of the comparing process under `guard.run`. It runs the reader's code.
+
+The last two share only the memory of the outputs, and a pipe through which the kernel's process sends its counts.
 
 For the exercises a server is started once and imports the checker; each check is a fork of it, which costs
-milliseconds. The process that asks need not import the checker, nor torch.
+milliseconds. The caller need not import the checker or torch.
 """
 
 import functools
@@ -30,14 +36,14 @@ from moeblaze_ref.verify import guard
 LIMIT_SECONDS = 120  # of a kernel's launches, the compiler included
 PREPARING_SECONDS = 120  # beyond that limit, for the inputs and the comparison
 SHOWN_BYTES = 2000  # of what a kernel prints
-# What the server of the checker's processes imports before it forks, in this order.
+# Modules that the server of the checker's processes imports before it forks, in this order.
 PRELOADED = ("verify.closed", "backends.simulated", "backends.numba_cuda", "verify.checker", "verify.torch_cells")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class _Work(Protocol[T_co]):
-    """What a process of its own does; it can be pickled."""
+    """Work for a process of its own; it can be pickled."""
 
     def __call__(self, limits: guard.Limits, folder: str) -> T_co:
         """Return what the process that asked is sent."""
@@ -46,7 +52,7 @@ class _Work(Protocol[T_co]):
 _DIVISION = "an integer division by zero?"
 _CAUSES = {
     signal.SIGFPE: _DIVISION,
-    signal.SIGILL: _DIVISION,  # one that the compiler has seen
+    signal.SIGILL: _DIVISION,  # a division that the compiler has seen
     signal.SIGSEGV: "a local array that is larger than a thread's stack, an endless recursion, or exit(...)?",
     signal.SIGKILL: "no memory left?",
 }
@@ -143,7 +149,7 @@ def _ask(
     context: ForkServerContext | SpawnContext, limits: guard.Limits, work: _Work[T], stop: Iterable[Connection] = ()
 ) -> T:
     """Start the processes that supervise and work, and return or raise what they say."""
-    receiving, sending = context.Pipe()  # of sockets, which nobody can open by their names under /proc
+    receiving, sending = context.Pipe()  # of sockets, which no process can open by their names under /proc
     with guard.others_kept_out(), receiving, _shown(context) as printed, _temporary_folder() as folder:
         process = context.Process(target=_supervise, args=(sending, printed, limits, folder, work))
         process.start()

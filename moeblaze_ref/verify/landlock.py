@@ -50,7 +50,7 @@ def opened(folder: str) -> list[Opened]:
 
 
 def keep_files(opened: Iterable[Opened]) -> bool:
-    """Keep this process, and those that it starts, from writing all other files; False if the system refuses."""
+    """Keep this process and the processes that it starts from writing any other file; False if the system refuses."""
     if _version() < _FILES_VERSION:
         return False
     ruleset = _ruleset(_WRITING)
@@ -63,7 +63,7 @@ def keep_files(opened: Iterable[Opened]) -> bool:
 
 
 def keep_signals_inside() -> bool:
-    """Keep this process, and those that it starts, from signals to all others; False if the system refuses.
+    """Keep this process and the processes that it starts from sending signals to others; False if the system refuses.
 
     Beside rules of files, rules that do not mention files would refuse to move them between folders. These allow it.
     """

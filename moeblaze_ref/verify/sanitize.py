@@ -56,7 +56,7 @@ OVERFLOWING = ("expert_up", "expert_down", "block_sparse")  # stages whose block
 
 
 def parts() -> dict[str, Callable[[Executor], None]]:
-    """What launches each kernel of kernels_cuda/ that an executor runs at least once, in parts; each has a name."""
+    """Return functions, by name, that together launch each kernel of kernels_cuda/ that an executor runs."""
     found: dict[str, Callable[[Executor], None]] = {
         f"{stage} {version}": functools.partial(_run_stage, stage, version)
         for stage in RAW.stages

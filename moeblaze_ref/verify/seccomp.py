@@ -41,7 +41,7 @@ def _instruction(operation: int, value: int, then: int = 0, otherwise: int = 0) 
 
 
 def _argument(index: int) -> bytes:
-    """Load the low word of an argument: all that the kernel reads of an int."""
+    """Load the low word of an argument. The kernel reads only this word of an int."""
     return _instruction(_LOAD, _ARGUMENTS + 8 * index)
 
 
@@ -159,7 +159,7 @@ CALLS = {
     "io_uring_setup": Call((425, 425)),
 }
 
-# Those that start a process. `CALLS` makes clone3 absent.
+# Calls that start a process. `CALLS` makes clone3 absent.
 STARTS = {
     "fork": Call((57, _NO_CALL), lambda process: _ASKED),
     "vfork": Call((58, _NO_CALL), lambda process: _ASKED),
@@ -168,7 +168,7 @@ STARTS = {
 
 
 def refuse_calls(calls: Iterable[str] = tuple(CALLS)) -> bool:
-    """Install the filter of some of `CALLS` for this process and all that it starts; False if the system refuses.
+    """Install the filter of some of `CALLS` for this process and those that it starts; False if the system refuses.
 
     The process must have set ``PR_SET_NO_NEW_PRIVS``, and has one thread.
     """
@@ -178,8 +178,8 @@ def refuse_calls(calls: Iterable[str] = tuple(CALLS)) -> bool:
 def ask_before_starts() -> int:
     """Install a filter that makes each of `STARTS` wait until the listener, a file, has an answer.
 
-    The same holds for all that this process starts. When the listener is closed, these calls fail. Returns the
-    listener, or -1 if the system refuses. What `refuse_calls` says of processes holds here too.
+    The filter also applies to the processes that this process starts. When the listener is closed, these calls fail.
+    Returns the listener, or -1 if the system refuses. The conditions of `refuse_calls` hold here too.
     """
     return _install(STARTS.values(), _WITH_LISTENER)
 

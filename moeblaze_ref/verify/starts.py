@@ -52,7 +52,7 @@ def received(channel: socket.socket) -> Iterator[int | None]:
 
 
 def asked(listener: int | None) -> bool:
-    """Whether a call that starts a process waits for an answer."""
+    """Return True if a call that starts a process waits for an answer."""
     if listener is None:
         return False
     poll = select.poll()

@@ -16,7 +16,7 @@ struct WeightTile {
     int steps;
 };
 
-// Those that the block takes. All its threads work the lists out together, in the memory of finished tiles.
+// The tiles that the block takes. All its threads compute the lists together, in the memory of finished tiles.
 struct WeightTiles {
     using Tile = WeightTile;
     const TileList* own_tiles;

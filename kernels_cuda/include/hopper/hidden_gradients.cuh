@@ -45,7 +45,7 @@ __device__ __forceinline__ void put_pairs(Chunk& a_chunk, Chunk& b_chunk, int i,
 
 // ---- the epilogue ------------------------------------------------------------------------
 
-// What an epilogue warp reads ahead: of each row, a chunk of a and b a lane.
+// The elements that an epilogue warp reads ahead: of each row, a chunk of a and b a lane.
 struct RowAhead {
     Chunk a[WARPGROUP], b[WARPGROUP];
 };
@@ -55,7 +55,7 @@ struct HiddenShared : Shared<3, 1> {
     Barrier met;  // of ColumnSums
 };
 
-// What else the gradients of a tile's rows are for, if anything: see hopper/column_sums.cuh.
+// No further use of the gradients of a tile's rows. For another use see hopper/column_sums.cuh.
 struct NoSums {
     __device__ __forceinline__ void add(int, const HiddenPairs&) {}
     __device__ __forceinline__ void end(const RowTile&) const {}
@@ -147,7 +147,7 @@ struct HiddenGradients {
         return term;
     }
 
-    // What the lanes have left in row lane_id().
+    // The sum of the terms that the lanes have left in row lane_id().
     template <class Finished>
     static __device__ __forceinline__ float sum_of_terms(Finished& finished) {
         float sum = 0.0f;

@@ -4,7 +4,7 @@
 #pragma once
 #include "hopper/barrier.cuh"
 
-// What cuTensorMapEncodeTiled makes on the host: a matrix in global memory and the box that one copy moves.
+// Made by cuTensorMapEncodeTiled on the host: a matrix in global memory and the box that one copy moves.
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
@@ -27,7 +27,7 @@ __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Bar
         : "memory");
 }
 
-// Arrives once all that this thread has copied by cp.async so far is there.
+// Arrives once every cp.async copy that this thread has issued so far is complete.
 __device__ __forceinline__ void cp_async_arrive(Barrier* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

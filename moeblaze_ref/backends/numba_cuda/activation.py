@@ -1,10 +1,10 @@
-"""What happens between the two GEMMs: y_swi = act(a) * b, or act(a) without a gate, one element at a time.
+"""The activation between the two GEMMs: y_swi = act(a) * b, or act(a) without a gate, one element at a time.
 
 Source: MoEBlaze (arXiv 2601.05296), section 5, for SwiGLU and its derivative. The functions below
 run inside the expert kernels, on numbers that are in registers anyway. A kernel is compiled for
 one of them, so no loop asks which activation it is.
 
-Constants are float32 values: a bare 1.0 would be float64 to Numba, and make float64 of all that it meets.
+Constants are float32 values. Numba takes a bare 1.0 as float64, and its products and sums become float64 too.
 """
 
 import functools

@@ -402,12 +402,12 @@ def dds(lhs, values, topology, transpose_lhs=False, parts=1):
 
 
 def _by_row(topology):
-    """What `sparse_dot` needs to visit block rows."""
+    """Return the indices with which `sparse_dot` visits block rows."""
     return topology.row_offsets, topology.column_indices, topology.transpose_indices
 
 
 def _by_column(topology):
-    """What `sparse_dot` needs to visit block columns."""
+    """Return the indices with which `sparse_dot` visits block columns."""
     return topology.column_offsets, topology.row_indices, topology.transpose_indices
 
 

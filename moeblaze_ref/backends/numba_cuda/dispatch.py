@@ -229,7 +229,7 @@ def write_indices_kernel(dense_map, location_map, topk_experts, expert_token_ind
                     token_index_map[token * k + j] = location
 
 
-# The steps on the host: arrays on the device, which nobody checks again
+# The steps on the host. They take arrays on the device, which were checked before
 
 
 def _make_map(topk_experts, num_experts):

@@ -21,7 +21,7 @@ POISON = -559038737  # 0xDEADBEEF; no token, expert or position is negative
 
 
 def _has_nvvm() -> bool:
-    """Whether Numba's compiler for the GPU is installed."""
+    """Return True if Numba's compiler for the GPU is installed."""
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     try:

@@ -1,4 +1,4 @@
-"""What Numba's simulator can see beyond results: each access of a kernel to an array, and who comes before whom."""
+"""Observe a kernel in Numba's simulator: each access to an array, and the order of a block's threads."""
 
 import contextlib
 import functools
@@ -194,7 +194,7 @@ class _Carrier(threading.Thread):
 
     def __init__(self, ahead: deque[_Turn]):
         super().__init__(daemon=True)
-        self.ahead, self.turn = ahead, ahead[0]  # those that have not begun, and the one that runs
+        self.ahead, self.turn = ahead, ahead[0]  # turns that have not begun, and the running one
         self.resumed, self.stopped = threading.Lock(), threading.Lock()  # held until it may go, until it has stopped
         self.resumed.acquire()
         self.stopped.acquire()
@@ -315,7 +315,7 @@ def run_threads_one_at_a_time():
 
 
 def _replace(by: dict[tuple[Any, str], Any]) -> dict[tuple[Any, str], Any]:
-    """Give parts of the simulator, by owner and name, other values; return those that they had."""
+    """Replace parts of the simulator, given by owner and name. Return the previous values."""
     before = {(owner, name): getattr(owner, name) for owner, name in by}
     for (owner, name), value in by.items():
         setattr(owner, name, value)

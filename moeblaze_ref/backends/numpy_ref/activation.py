@@ -1,4 +1,4 @@
-"""What happens between the two GEMMs: y_swi = act(a) * b, or act(a) without a gate; clamped_swiglu bends b, too.
+"""The activation between the two GEMMs: y_swi = act(a) * b, or act(a) without a gate; clamped_swiglu changes b too.
 
 Source: MoEBlaze (arXiv 2601.05296), section 5, for SwiGLU and its derivative. Each
 nonlinearity is written beside its slope; the gated names reuse them.
@@ -86,7 +86,7 @@ def _clamped_silu_slope(a):
 
 
 def _factor(b, activation):
-    """What multiplies act(a)."""
+    """Return the factor of act(a)."""
     return np.clip(b, -CLAMPED_LIMIT, CLAMPED_LIMIT) + 1.0 if activation == CLAMPED_SWIGLU else b
 
 

@@ -27,7 +27,7 @@ class Parameters(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What `backward` returns."""
+    """Gradients that `backward` returns."""
 
     d_x: np.ndarray  # (L, d)
     parameters: Parameters

@@ -43,7 +43,7 @@ def fill(dispatch, gates, capacity, drop_policy="by_gate"):
 
 
 class Dropped(NamedTuple):
-    """What found no row."""
+    """Counts of slots and tokens that got no row."""
 
     slots: int  # routed rows that are lost
     tokens: int  # tokens that lost all of their k slots, so that out is zero

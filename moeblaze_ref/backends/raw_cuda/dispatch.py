@@ -62,7 +62,7 @@ class Tiling:
 
 
 def constants(version: str, num_experts: int, k: int) -> dict[str, Any]:
-    """What a version's file is compiled with.
+    """Return the constants that a version's file is compiled with.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ def _route(module: Module, operands: dict[str, Array], topk_experts: Array, disp
 
 
 def _route_of(topk_experts: Array, dispatch: Dispatch) -> dict[str, Any]:
-    """What the kernel that ends step 3 takes besides the map: the choices, the two index structures and the sizes."""
+    """Return the arguments of step 3's last kernel besides the map: the choices, two index structures, the sizes."""
     return {
         "topk_experts": topk_experts,
         "expert_token_indices": dispatch.expert_token_indices,

@@ -281,7 +281,7 @@ def backward(
 
 
 def _is_zero(value: float | Array) -> bool:
-    """Whether this is the number 0; what an array holds is not looked at."""
+    """Return True if the value is the number 0. The elements of an array are not read."""
     return isinstance(value, _NUMBERS) and value == 0
 
 

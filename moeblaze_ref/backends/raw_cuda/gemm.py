@@ -1,4 +1,4 @@
-"""What the expert stages' launches share: C types, constants, and what may be absent."""
+"""Helpers for the launches of the expert stages: C types, constants, and arguments that may be absent."""
 
 import functools
 import math
@@ -138,7 +138,7 @@ def _with_pitch(executor: Executor, shape: tuple[int, ...], pitch: int, dtype: s
 
 
 def copies_tokens(version: str, L: int, d: int, R: int, E: int) -> bool:
-    """Whether tokens (L, d) whose rows begin inside a sector are copied: 7_persistent gathers them for long groups."""
+    """Return True if tokens (L, d) whose rows begin inside a sector are copied: 7_persistent, with long groups."""
     return version == HOPPER and R >= tiles.LONG_GROUP * E and L * row_pitch(version, d) <= MAX_GATHERED
 
 
@@ -282,10 +282,10 @@ def rows_launch(
     """Launch over every routed row and ``width`` columns, each expert's rows by themselves.
 
     The naive version covers the longest group that there can be (L rows) for every expert; the
-    tiled ones cover the most tiles that R rows in E groups can fill, since the device alone
+    tiled ones cover the most tiles that R rows in E groups can fill, since only the device
     knows the lengths. Threads or blocks beyond leave at once. Hopper's blocks stay, and find
     their tiles themselves. ``results`` is the number of products that share their rows;
-    ``crowded`` says that Hopper's kernel has eight warps beside those that multiply, else four.
+    ``crowded`` says that Hopper's kernel has eight warps beside its consumer warps, else four.
     """
     if version == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}

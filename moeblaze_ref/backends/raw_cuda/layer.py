@@ -23,7 +23,7 @@ VERSIONS = expert_up.VERSIONS | expert_down.SUMMED_VERSIONS
 def default_version(dtype: str, d: int, h: int, executor: Executor) -> str:
     """The fastest version that computes in this dtype at these widths on this executor's device.
 
-    Never ``gemm.TF32``: whoever has float32 in mind gets it, and less only by name.
+    Never ``gemm.TF32``: float32 inputs get float32 products unless the caller names that version.
     """
     version = gemm.portable_version(dtype, d, h)
     return "7_persistent" if version == "3_mma" and executor.capability == (9, 0) else version

@@ -78,7 +78,7 @@ class Packed:
         activation: str,
         stores: Collection[str] = HIDDEN,
     ) -> tuple[Array | None, None, Array | None]:
-        """Return ab (R, G h) and y_swi (R, h), those that ``stores`` names."""
+        """Return ab (R, G h) and y_swi (R, h), each None unless ``stores`` names it."""
         executor, version, (d, h) = self.executor, self.version, self.layout.widths(gate_up, self.gated)
         columns = h * (1 + self.gated)
         dtype = gemm.check_version("packed", version, VERSIONS, x, ("x", x), d=d, h=h, **{"G h": columns})

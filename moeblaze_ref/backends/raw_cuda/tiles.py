@@ -76,7 +76,7 @@ class MmaTile:
         }
 
     def symbols(self, itemsize: int, d: int, h: int, projections: int) -> dict[str, int]:
-        """What the headers of 3_mma call the constants, and what follows from them for a layer."""
+        """Return the symbols of the headers of 3_mma: the constants, and sizes that follow from them for a layer."""
         constants = self.constants(itemsize)
         return constants | {
             "K": itemsize * constants["TILE_DEPTH"] // 16,
@@ -183,7 +183,7 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
     Parameters
     ----------
     executor : Executor
-        The SIMT executor, which nobody waits for, takes the default.
+        The SIMT executor takes the default: its speed does not matter.
     version, kernel : str
         A kernel of ``KERNELS``.
     rows, num_experts, d, h : int
@@ -238,7 +238,7 @@ def load(path: Path) -> list[dict[str, Any]]:
         If it is no table: the message names the file and the element.
     """
     found = records.read(path, {"runs"})
-    if others := found.keys() - {"runs"}:  # such as a file of results: one that is empty has no run that would show it
+    if others := found.keys() - {"runs"}:  # such as a file of results, which may have no runs to check
         raise ValueError(f"{path.name} has {', '.join(sorted(others))} beside its runs, so it is not a table of tiles")
     runs = records.check_list(f"{path.name}: runs", found["runs"])
     for number, run in enumerate(runs):

@@ -138,7 +138,7 @@ class KernelEditor(anywidget.AnyWidget):
             self._tell(MarkdownIt("commonmark", {"html": False}).render(str(shown.data)), right=True, found=[])
 
     def _seen(self, stop: Connection) -> list[messages.Message]:
-        """What one recorded launch shows of the problem: a fault, races, the line that wrote the wrong element."""
+        """Return what one recorded launch shows of the problem: a fault, races, the line that wrote a wrong element."""
         if self.exercise.language != "c++":
             return []
         try:

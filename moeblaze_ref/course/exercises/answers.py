@@ -55,7 +55,7 @@ def send_answers(cells: tuple[str, ...], send: Callable[[bytes], Any]) -> None:
         signal.alarm(CELL_SECONDS)
         try:
             exec(compile(cell, f"cell {number}", "exec"), namespace)
-        except BaseException as error:  # whatever a submission does
+        except BaseException as error:  # a submission may raise anything
             for name in answered_in(cell):
                 _send_line(send, name=name, error=f"{type(error).__name__}: {error}"[:MOST_CHARACTERS])
         finally:
@@ -83,7 +83,10 @@ def _plain(value: Any) -> Any:
 
 
 def read_answers(sent: bytes) -> dict[str, dict[str, Any]]:
-    """What `send_answers` sent, the last of each exercise: its ``said``, or its ``error``. Other lines are dropped."""
+    """Return the last answer to each exercise that `send_answers` sent: its ``said``, or its ``error``.
+
+    Other lines are dropped.
+    """
     answers: dict[str, dict[str, Any]] = {}
     for line in sent.splitlines():
         match _json(line):

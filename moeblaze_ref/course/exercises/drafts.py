@@ -1,4 +1,4 @@
-"""What a reader has written in the editor: a file for each exercise, in a folder beside the file of the progress."""
+"""A reader's texts in the editor: a file for each exercise, in a folder beside the file of the progress."""
 
 import sys
 from pathlib import Path

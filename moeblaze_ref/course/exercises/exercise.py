@@ -37,7 +37,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stated:
-    """What every exercise states; line breaks of its Markdown are spaces, but for those between paragraphs."""
+    """The statement of an exercise; line breaks of its Markdown are spaces, except those between paragraphs."""
 
     name: str
     title: str
@@ -76,7 +76,7 @@ class _Answered(_Stated):
 
     @property
     def call(self) -> str:
-        """What the cell does, in words."""
+        """The action of the cell, in words."""
         return f"calls {self.kind}(...)"
 
     @property

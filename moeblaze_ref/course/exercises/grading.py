@@ -53,7 +53,7 @@ def submissions(folder: Path) -> list[Path]:
 
 
 def open_network() -> bool:
-    """Whether this system lets a submission reach the network, which the guard otherwise refuses."""
+    """Return True if this system lets a submission reach the network, which the guard otherwise refuses."""
     return guard.NO_NETWORK in _run((), LIMITS).refused
 
 
@@ -104,7 +104,7 @@ def _grades(path: Path, name: str, limits: guard.Limits) -> Iterator[Grade]:
 
 
 def _answers(submission: Submission, limits: guard.Limits) -> dict[str, dict[str, Any]]:
-    """What the cells answer, by exercise; for each the reason why they were stopped, if they were."""
+    """Return the cells' answers by exercise; if the cells were stopped, the reason for each exercise."""
     if not submission.answered:
         return {}
     try:

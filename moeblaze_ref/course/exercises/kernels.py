@@ -65,7 +65,7 @@ def helpers(text: str) -> str:
 
 
 def _included(text: str) -> str:
-    """The headers that a text includes, those that they include before them."""
+    """Return the headers that a text includes, each behind the headers that it includes itself."""
     folder = kernels_dir() / "include"
     read = [(folder / name).read_text() for name in re.findall(r'#include "([\w/]+\.cuh)"', text)]
     return "".join(_included(header) + header for header in read)

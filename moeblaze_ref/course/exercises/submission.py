@@ -64,7 +64,7 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
         return nbformat.read(path, as_version=4)
     except OSError:
         raise
-    except Exception as error:  # whatever nbformat makes of a file that is no notebook
+    except Exception as error:  # nbformat may raise any error for a file that is no notebook
         raise ValueError(f"{path.name} is not a notebook: {type(error).__name__}: {error}") from None
 
 

@@ -108,7 +108,7 @@ def compared(factory: Factory, routing: str = RANDOM, dtype: torch.dtype = torch
 
 
 def plain_results(one: Evidence, dtype: torch.dtype) -> list[Results]:
-    """What plain torch computes of the same case, in its two ways."""
+    """Return plain torch's results of the same case, in its two ways."""
     return [reference.results(one.spec, one.case, dtype, torch.float32, way) for way in reference.PLAIN_WAYS]
 
 
@@ -248,7 +248,7 @@ LOOSE = 0.02  # the tolerance of the tests before the last
 
 
 def _exceeds(findings: Sequence[Finding], tensors: Callable[[str], bool] = lambda tensor: True) -> bool:
-    """Whether an error was raised, or one of such a tensor is over the loose tolerance."""
+    """Return True if an error was raised, or the error of a chosen tensor is over the loose tolerance."""
     wrong = [deviation for finding in findings for deviation in finding.wrong if tensors(deviation.tensor)]
     return any(finding.raised for finding in findings) or any(not one.error <= LOOSE for one in wrong)
 

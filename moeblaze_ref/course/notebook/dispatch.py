@@ -120,7 +120,7 @@ def _by_expert(found, middle, right, below):
     yield "expert_token_indices", (middle, below + 4.4), found.expert_token_indices[None], owner, 5
 
 
-# What the raw kernels ask of memory ----------------------------------------------------------------------------------
+# Memory traffic of the raw kernels -----------------------------------------------------------------------------------
 
 
 def count_dispatch(L: int, E: int, k: int, routing: str = "uniform") -> list[LaunchReport]:

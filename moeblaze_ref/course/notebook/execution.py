@@ -25,8 +25,8 @@ METADATA = {
 class _WatchfulChannel(AsyncZMQSocketChannel):
     """Looks for a reply ten times a second.
 
-    While a slider's picture is sent back to the kernel, a reply may arrive without waking up those who wait for it:
-    jupyter_client sends past the asynchronous socket, which then misses the one signal of the arrival.
+    While a slider's picture is sent back to the kernel, a reply may arrive without waking up the code that waits for
+    it: jupyter_client sends past the asynchronous socket, which then misses the one signal of the arrival.
     """
 
     async def get_msg(  # type: ignore[override]  # as AsyncZMQSocketChannel's own

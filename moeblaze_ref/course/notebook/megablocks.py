@@ -235,7 +235,7 @@ def lost_picture(text: Sequence[bytes], loss: Loss, shown: int = 64) -> Figure:
 
 
 def _letter(byte):
-    """What stands for a byte of UTF-8: a part of a longer character is none by itself."""
+    """Return the sign that stands for a byte of UTF-8: a part of a longer character is none by itself."""
     if byte >= 0x80:
         return "·"
     return chr(byte) if chr(byte).isprintable() else "¶"
@@ -559,7 +559,7 @@ def _frame(axes, corner):
     cell(axes, corner, (1, 1), {"facecolor": "none", "edgecolor": BLACK, "linewidth": 2, "zorder": 3})
 
 
-# What a run asks for -------------------------------------------------------------------------------------------------
+# Bytes that a run asks for -------------------------------------------------------------------------------------------
 
 VERSION = "3_mma"
 PARTS = {  # of a layer, by what a launch does
@@ -612,7 +612,7 @@ def work_by_part(run: Run) -> dict[str, tuple[int, int]]:
     return found
 
 
-# What is kept --------------------------------------------------------------------------------------------------------
+# Kept bytes ----------------------------------------------------------------------------------------------------------
 
 COMPARED = (
     ("conventional", None),

@@ -89,7 +89,7 @@ def _without_widgets(output: NotebookNode, models: dict[str, Any]) -> Iterator[N
 
 
 def _tree(model_id: str, models: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A widget and all that it holds, in the order of the screen."""
+    """Yield a widget and every widget inside it, in the order of the screen."""
     model = models[model_id]
     yield model
     for child in model["state"].get("children", []):
@@ -149,7 +149,7 @@ def differences(committed: NotebookNode, again: NotebookNode) -> Iterator[str]:
 
 
 def _words(cell: NotebookNode) -> Iterator[str]:
-    """Whatever a cell's outputs say in words."""
+    """Yield every text in a cell's outputs, and the alt texts of its pictures."""
     for output in cell.outputs:
         data = output.get("data", {})
         yield from (output.text for _ in range("text" in output))

@@ -24,7 +24,7 @@ from moeblaze_ref.placement.copies import routes
 from moeblaze_ref.placement.maps import Copies, Placement
 
 GRADIENTS = ("d_x", "d_wg", "d_w1", "d_w2", "d_w3")
-# What `ExpertParallelMoE` sends in a forward and a backward, in its order.
+# Data that `ExpertParallelMoE` sends in a forward and a backward, in its order.
 FORWARD = ("how many rows come", "tokens' rows", "expert ids and gates", "weighted sums, back")
 BACKWARD = ("gradients of the output", "gradients of the rows, back", "gradients of the gates, back")
 

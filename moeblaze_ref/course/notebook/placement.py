@@ -30,7 +30,7 @@ def toy() -> Profile:
     return trace.profile(RoutingTrace(topk[:, :, None], 4))
 
 
-# What was recorded ----------------------------------------------------------------------------------------------------
+# Recorded routing -----------------------------------------------------------------------------------------------------
 
 
 def loads_picture(counts: Mapping[str, np.ndarray]) -> Figure:
@@ -117,7 +117,7 @@ def _draw_bands(axes, R, gpus, tops):
         arrives[int(after)] += tokens
 
 
-# What a step waits for ------------------------------------------------------------------------------------------------
+# The slowest parts of a step ------------------------------------------------------------------------------------------
 
 
 def tails_picture(steps: Mapping[str, simulate.Step], title: str = "") -> Figure:

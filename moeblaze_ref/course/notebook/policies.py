@@ -63,14 +63,14 @@ def gradients(module: nn.Module, x: Tensor, run: Callable[[Tensor], MoEOutput] |
     return torch.autograd.grad(loss, [x, *module.parameters()])
 
 
-# What survives a call -----------------------------------------------------------------------------------------------
+# Bytes that survive a call ------------------------------------------------------------------------------------------
 
 
 def surviving_bytes(fn: Callable, *args) -> list[int]:
     """The sizes of the numpy arrays that ``fn(*args)`` allocates and its result keeps alive, from large to small.
 
-    Whoever holds them: autograd, a closure, a list. On a CPU all that the layer allocates is numpy's, and torch's
-    tensors are views of it; what torch allocates itself, such as x, is not seen.
+    It does not matter what holds them: autograd, a closure, or a list. On a CPU the layer allocates numpy arrays alone,
+    and torch's tensors are views of them. What torch allocates itself, such as x, is not seen.
 
     Source: ``numpy.lib.tracemalloc_domain``, by which numpy reports its arrays.
     """
@@ -234,8 +234,8 @@ def seconds(work: Sequence[Step], traffic: str) -> float:
     ----------
     work : sequence of Step
     traffic : str
-        "once": every tensor moves once for each kernel, as if caches were perfect. "asked": all that threads ask
-        for comes from HBM, as if there were no cache.
+        "once": every tensor moves once for each kernel, as if caches were perfect. "asked": every byte that threads
+        ask for comes from HBM, as if there were no cache.
     """
     checks.check_name("traffic", traffic, TRAFFIC)
     peak = PEAK_FLOPS["bf16 tensor cores"]

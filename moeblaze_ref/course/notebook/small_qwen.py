@@ -91,7 +91,7 @@ class Kept(NamedTuple):
 
 
 def kept(k: int = 2, h: int = 128, L: int = 256) -> dict[str, Kept]:
-    """What a forward keeps with each way of running the experts, by its name.
+    """Return the loss and the kept bytes of a forward for each way of running the experts, by its name.
 
     The account gives the experts' part under a policy. The rest of the model is the same in all ways.
     """

@@ -103,7 +103,7 @@ def kernel_header(file: str) -> str:
     return found.group()
 
 
-# What a header states ------------------------------------------------------------------------------------------------
+# Statements of a header ----------------------------------------------------------------------------------------------
 
 
 def stated_bytes(file: str) -> dict[str, dict[str, str]]:

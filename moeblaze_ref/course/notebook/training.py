@@ -72,7 +72,7 @@ def loads_picture(runs: Mapping[str, Learned], layer: int) -> Figure:
     return figure
 
 
-# What an expert reads -------------------------------------------------------------------------------------------------
+# Bytes that an expert reads -------------------------------------------------------------------------------------------
 
 KINDS = {
     "space": b" ",
@@ -115,7 +115,7 @@ def reads_picture(spread: np.ndarray, layer: int) -> Figure:
     return figure
 
 
-# What a GPU measured --------------------------------------------------------------------------------------------------
+# Measurements on a GPU ------------------------------------------------------------------------------------------------
 
 
 def measured(kind: str) -> tuple[Markdown | Figure, ...]:

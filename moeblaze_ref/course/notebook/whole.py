@@ -47,7 +47,8 @@ H200 = Ceilings(PEAK_FLOPS["bf16 tensor cores"] / 1e3, HBM_BYTES_PER_SECOND / 1e
 class Recorder(LiveStorages):
     """Context manager that notes after each operator of a step what is alive, by kind.
 
-    Weights and optimizer states count as their tensors stand; whatever else is alive and no gradient is an activation.
+    Weights and optimizer states count as their tensors stand. Everything else that is alive is an activation, except
+    gradients.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -75,7 +76,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def recorded_step(model: nn.Module, tokens: Tensor) -> list[Instant]:
-    """What is alive after each operator of a model's second step with AdamW, which finds its moments there.
+    """Record what is alive after each operator of a model's second step with AdamW, whose moments exist by then.
 
     Parameters
     ----------
@@ -157,7 +158,7 @@ def state_bytes(stage: Stage) -> int:
 
 
 def part_of_a_step(name: str, sequence: int) -> Markdown:
-    """Say what the MoE layers of a carried model keep, beside all that is kept and all that a step holds."""
+    """Say what the MoE layers of a carried model keep, beside all kept bytes and the peak of a step."""
     stage = planned(name, sequence)
     kept, peak = kept_groups(stage)["experts"], stage.peak.bytes
     return Markdown(
@@ -199,7 +200,7 @@ SEQUENCES = tuple(2**power for power in range(9, 18))
 
 
 def sequence_lines(name: str) -> Figure:
-    """What one sequence keeps of a carried model, by length: experts, attention with two kernels, and logits."""
+    """Draw what one sequence of a carried model keeps, by length: experts, attention with two kernels, and logits."""
     lines: dict[str, list[float]] = {}
     for sequence in SEQUENCES:
         flash, math = (kept_groups(planned(name, sequence, kernel)) for kernel in ("flash", "math"))
@@ -220,7 +221,7 @@ def sequence_lines(name: str) -> Figure:
     return figure
 
 
-# What one of several GPUs holds --------------------------------------------------------------------------------------
+# Bytes of one of several GPUs ----------------------------------------------------------------------------------------
 
 COLUMNS = {WEIGHTS: 2, GRADIENTS: 2, MASTER: 4, STATES: 8}  # bytes of a parameter in mixed precision
 HALVES = ("everything else", "experts")  # expert parallelism divides the second
@@ -288,7 +289,7 @@ class Trade(NamedTuple):
 
 
 def trades(name: str, sequence: int) -> list[Trade]:
-    """What each checkpoint of ``plan`` and two save policies keep of a model, where the model allows them."""
+    """Return a trade for each checkpoint of ``plan`` and two save policies, where the model allows them."""
     step = Step(1, sequence)
     step_flops = 3 * forward_flops(configs.find(name), step)
     found = []

@@ -16,14 +16,14 @@ from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.course.site import api, frames, glossary
 
 SITE = ROOT / "build" / "site"
-# What a reader meets on the site as it stands in the repository.
+# Files of the repository that are on the site unchanged.
 WRITTEN = ("*.md", "docs/*.md", "docs/images/*", "docs/results/*.npz", "notebooks/**/*.ipynb")
 HOME = "docs/index"
 _TO_HOME = f'<!doctype html><title>moeblaze_ref</title><meta http-equiv="refresh" content="0; url={HOME}.html">\n'
 
 
 def gather(folder: Path) -> None:
-    """Every page of the site as a file that Sphinx reads, in a folder; whatever it holds before is removed."""
+    """Write every page of the site into a folder, as a file that Sphinx reads; remove earlier contents first."""
     shutil.rmtree(folder, ignore_errors=True)
     for path in itertools.chain.from_iterable(map(ROOT.glob, WRITTEN)):
         copy = folder / path.relative_to(ROOT)
@@ -56,9 +56,9 @@ def check_place(site: Path, force: bool = False):
 
 
 def build(site: Path = SITE) -> int:
-    """Write the site; whatever the folder holds is removed.
+    """Write the site into a folder; remove earlier contents first.
 
-    What Sphinx reads and remembers lies beside it, in folders of the same name with another ending.
+    Sphinx's input and its cache lie beside it, in folders of the same name with another ending.
 
     Returns
     -------

@@ -38,7 +38,7 @@ from moeblaze_ref.memory.plots import VERMILLION
 MAX_STATES = 10  # of the controls of a picture: above, one moves at a time, and a long slider loses positions
 MIN_POSITIONS = 3  # of a slider, however many controls there are
 FOLDER = "_frames"  # of the site
-# What notebooks import, for the build to import once.
+# Modules that notebooks import, for the build to import once.
 LIBRARIES = ("torch._dynamo", "moeblaze_ref.course.notebook.policies", "moeblaze_ref.verify.check")
 
 
@@ -85,7 +85,7 @@ def _below(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def all_positions(control: Widget) -> tuple[list[tuple[str, Any]], int]:
-    """Return (label, value) of each position of a control, and the number of the one that it has."""
+    """Return (label, value) of each position of a control, and the number of its current position."""
     if hasattr(control, "options"):
         pairs = [option if isinstance(option, tuple) else (str(option), option) for option in control.options]
         return pairs, control.index
@@ -96,9 +96,9 @@ def all_positions(control: Widget) -> tuple[list[tuple[str, Any]], int]:
 
 
 def positions(control: Widget, most: int) -> tuple[list[tuple[str, Any]], int]:
-    """Return positions of a control, and the number of the one that it has.
+    """Return positions of a control, and the number of its current position.
 
-    All entries of a list. Of a slider so many, from end to end, and the one that it has.
+    Of a list these are all entries. Of a slider these are ``most`` positions, from end to end, and the current one.
     """
     pairs, start = all_positions(control)
     last = len(pairs) - 1
@@ -198,7 +198,7 @@ def frame(picture: Callable[..., Any], values: dict[str, Any], folder: Path) -> 
 
 
 def routing_data(grid: RoutingGrid, widgets: dict[str, Widget]) -> dict[str, Any]:
-    """What docs/_static/routing.js draws from: the choices at the start and of every draw, colours and limits."""
+    """Return the data of docs/_static/routing.js: the choices at the start and of every draw, colours and limits."""
     *sliders, _ = grid.children
     named = {slider.description: slider for slider in sliders}
     named |= {name: widget for name, widget in widgets.items() if widget is not grid}

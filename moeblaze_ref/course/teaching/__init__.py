@@ -1,1 +1,1 @@
-"""What a lecturer needs beside the notebooks: the exercises in nbgrader's format, slides, and a quiz."""
+"""Material for lecturers beside the notebooks: the exercises in nbgrader's format, slides, and a quiz."""

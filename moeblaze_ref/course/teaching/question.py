@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What every question states."""
+    """Fields of every question."""
 
     name: str
     notebook: str  #: file name without its ending

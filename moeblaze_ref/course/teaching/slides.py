@@ -34,7 +34,7 @@ _WHOLE = re.compile(r"(?:[-*|]|\d+\. |```|\$\$)")  # how a list, a table, code a
 
 @dataclass
 class Slide:
-    """What one slide shows, and what its speaker notes say."""
+    """The content of one slide, and its speaker notes."""
 
     part: Part
     shown: list[str] = field(default_factory=list)  #: HTML
@@ -129,7 +129,7 @@ def _add_output(slides: list[Slide], output: NotebookNode) -> None:
 
 
 def _output(output: NotebookNode) -> str | None:
-    """An output as HTML; None of one that a slide has no room for, or that speaks of sliders."""
+    """Return an output as HTML; None if a slide has no room for it, or if it mentions sliders."""
     data = output.get("data", {})
     if "image/png" in data:
         alt = html.escape(output.metadata.get("image/png", {}).get("alt", ""), quote=True)

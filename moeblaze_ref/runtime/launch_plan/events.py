@@ -1,4 +1,4 @@
-"""What a recorded call did, and the memory that it did it on."""
+"""Events of a recorded call, and the memory that they use."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

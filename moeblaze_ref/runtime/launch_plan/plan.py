@@ -88,7 +88,7 @@ class _Ready(NamedTuple):
 
 
 def _makers(numbers: Iterable[int], buffers: Sequence[Buffer]) -> Makers:
-    """What allocates buffers, of those that no operation does."""
+    """Return the functions that allocate buffers, without the buffers that an operation allocates."""
     found = ((number, buffers[number].make) for number in numbers)
     return [(number, make) for number, make in found if make is not None]
 
@@ -100,7 +100,7 @@ def _ready(part: Part, buffers: Sequence[Buffer], device: torch.device, driver: 
 
 
 def _launches(part: Part, device: torch.device, driver: Driver) -> Callable[[Tensors, int], None]:
-    """What sends the launches and products of a part: the last address is that of its arena."""
+    """Return the function that sends a part's launches and products. The last address is that of its arena."""
     events = [event for event in part.events if not isinstance(event, Operation)]
     outside = [*dict.fromkeys(number for event in events for number in event.buffers() if number not in part.arena)]
     slots = {number: (place, 0) for place, number in enumerate(outside)}
@@ -135,7 +135,7 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {
 
 
 def _operation(operation: Operation) -> Callable[[Tensors, int], None]:
-    """What runs one operation, and puts what it allocates among the tensors."""
+    """Return the function that runs one operation and stores the results among the tensors."""
     function = _BINDINGS.get(operation.function, operation.function)
     args, kwargs, results = operation.args, operation.kwargs, operation.results
 

@@ -34,7 +34,7 @@ ALLOCATIONS = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_
 
 
 class NoPlan(Exception):
-    """What was recorded cannot be replayed; the message says why."""
+    """Raised if a recorded call cannot be replayed; the message says why."""
 
 
 _weak: Any = StorageWeakRef
@@ -48,24 +48,24 @@ class _Place:
 
     @property
     def gone(self) -> bool:
-        """Whether the memory has been freed."""
+        """True if the memory has been freed."""
         expired: bool = self.tensor.expired()
         return expired
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies in it."""
+        """Return True if an address lies in the buffer."""
         return self.begin <= address < self.begin + self.buffer.nbytes
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it, nor below
-    """What a call did, in order. It changes nothing of the call, and keeps no tensor alive.
+    """Record the events of a call, in order. The recorder does not change the call, and keeps no tensor alive.
 
     Parameters
     ----------
     inputs : sequence of Tensor
-        All that the call is given. No two share memory: see `without_overlap`.
+        The inputs of the call. No two share memory: see `without_overlap`.
     own : sequence of Tensor
-        What else the call reads and writes: the same tensors in each step, which the plan keeps.
+        Other tensors that the call reads and writes: the same tensors in each step, which the plan keeps.
 
     Attributes
     ----------
@@ -202,7 +202,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         return View(place.buffer.number, (shape, strides, first), dtype)
 
     def _view_of_nothing(self, tensor: Tensor) -> View:
-        """What finds a tensor without elements, which has no address: a constant without elements, seen anew."""
+        """Return a view of a new empty constant, for a tensor without elements, which has no address."""
         nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         buffer = self._add(nothing)
         buffer.constant = nothing
@@ -230,7 +230,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             return (), {}
 
     def is_number(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a number that each step reads, so that nothing may write over it."""
+        """Return True if a tensor is a number that each step reads, so that nothing may overwrite it."""
         place = self._place_of(tensor.data_ptr())
         return place is not None and place.buffer.constant is not None and place.buffer.number not in self._own
 
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
 
 
 def _views_as(buffer: Buffer, dtype: torch.dtype) -> bool:
-    """Whether a buffer can be viewed as elements of a dtype: torch wants whole ones in each row."""
+    """Return True if a buffer can be viewed as elements of a dtype: torch requires whole elements in each row."""
     *steps, last = buffer.strides or (1,)
     rows = [step * buffer.dtype.itemsize for step in (*steps, *buffer.shape[-1:])]  # bytes
     return buffer.dtype == dtype or (last == 1 and all(row % dtype.itemsize == 0 for row in rows))
@@ -283,7 +283,7 @@ def _matrices(
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors among the arguments that a function may write over; of one that has no schema, all."""
+    """Return the tensor arguments that a function may overwrite; all of them if the function has no schema."""
     schema = getattr(function, "_schema", None)
     if schema is not None:
         named = dict(zip((said.name for said in schema.arguments), args, strict=False)) | kwargs
@@ -294,7 +294,7 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _allocation(tensor: Tensor) -> Callable[[], Tensor]:
-    """What allocates such a tensor again."""
+    """Return a function that allocates a tensor of the same shape, strides, dtype and device."""
     layout = tuple(tensor.shape), tensor.stride()
     return functools.partial(torch.empty_strided, *layout, dtype=tensor.dtype, device=tensor.device)
 
@@ -310,8 +310,8 @@ def called(owner: Any, method: str, *args: Any) -> Tensor:
     ----------
     owner : object
     method : str
-        Its name. It returns a tensor, which may be one that it was given. It may write over tensors that it is given.
-        It has no other effect on tensors, and its result's shape and dtype are the same in each step.
+        Its name. It returns a tensor, which may be one of its arguments. It may overwrite its arguments. It has no
+        other effect on tensors, and its result's shape and dtype are the same in each step.
     *args
         Tensors, numbers, and lists or tuples of them.
     """
@@ -341,7 +341,7 @@ def recording(inputs: Sequence[Tensor], own: Sequence[Tensor] = ()) -> Iterator[
 
 
 def without_overlap(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, with a copy of each that shares memory with one before it: an address then says which it is."""
+    """Return the tensors, with copies of those that overlap an earlier one. An address then identifies its tensor."""
     found: list[Tensor] = []
     for tensor in tensors:
         begin, end = _ends(tensor)

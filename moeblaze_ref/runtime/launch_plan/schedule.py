@@ -1,8 +1,9 @@
-"""In which order a plan allocates, sends and frees, so that it never has more memory than the recorded call had.
+"""The order in which a plan allocates, sends and frees. Its peak memory is at most that of the recorded call.
 
 Neighbouring launches and products form a part, which one call of the C function sends. Memory that a part alone uses is
-cut from one allocation, its arena. All that a part needs is allocated before it, and what is used no more is freed
-after it. So a longer part has more memory at one time: it ends where that would exceed the peak of the recorded call.
+cut from one allocation, its arena. A plan allocates a part's memory before the part, and frees memory without a later
+use after the part. So a longer part has more memory at one time: it ends where that would exceed the peak of the
+recorded call.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -53,7 +54,7 @@ class Lives:
         self.last |= dict.fromkeys(lasting, len(events))
 
     def meet(self, one: int, other: int) -> bool:
-        """Whether two buffers live at the same time."""
+        """Return True if two buffers live at the same time."""
         return self.first[one] <= self.last[other] and self.first[other] <= self.last[one]
 
 
@@ -112,7 +113,7 @@ class Scheduler:
         return parts
 
     def _may_join(self, begin: int, end: int) -> bool:
-        """Whether the event at ``end`` may belong to a part that begins at ``begin``: operations are alone."""
+        """Return True if the event at ``end`` may join a part that begins at ``begin``. Operations are never joined."""
         return end < len(self.events) and not any(isinstance(self.events[at], Operation) for at in (begin, end))
 
     def _part(self, begin: int, end: int) -> Part:

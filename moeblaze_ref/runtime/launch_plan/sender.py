@@ -30,7 +30,7 @@ _PRODUCTS = np.dtype([*_FACTORS, ("sizes", "i4", 3), ("beta", "f4"), ("launches_
 
 
 class Driver(NamedTuple):
-    """What a plan calls: addresses of two functions of the CUDA driver and of one of cuBLAS."""
+    """Addresses of the functions that a plan calls: two of the CUDA driver and one of cuBLAS."""
 
     launch_kernel: int  # cuLaunchKernel
     encode_tiled: int  # cuTensorMapEncodeTiled
@@ -150,7 +150,7 @@ def _parts_of(of: MapOf) -> tuple[tuple[int, ...], ...]:
 
 
 def _constant(argument: object) -> object:
-    """What stands in memory for an argument until a step writes its address there, or encodes its map."""
+    """Return the placeholder in memory for an argument, until a step writes its address there or encodes its map."""
     if isinstance(argument, MapOf):
         return b""
     return 0 if isinstance(argument, Pointer) else argument

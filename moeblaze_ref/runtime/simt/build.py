@@ -36,12 +36,11 @@ KERNEL_LIBRARIES = ("-nodefaultlibs", "-lm")
 MACOS_KERNEL_LIBRARIES = ()  # libm is a part of the system's library
 # Names stay inside their file: a kernel may be called read, and two files may hold the same template.
 KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffunction-sections", "-fdata-sections")
-# A loop that does nothing and never ends hangs a GPU: the compiler may not take it for one that ends. No processor
-# rounds otherwise than another.
+# An empty endless loop hangs a GPU, so the compiler must not assume that loops end. All processors round alike.
 INSTRUMENTED_FLAGS = ("-fsanitize=thread", "-fno-tree-vectorize", "-fno-finite-loops", "-ffp-contract=off")
-# What each compiler calls by its own name. Without -O2 g++ takes a third less time; with PRE kernels read as often. g++
-# without SRA makes a float4 one 16-byte access, as on a GPU; without sinking it reads where the text does, not behind
-# the bounds check that comes too late.
+# Flags that each compiler names in its own way. Without -O2 g++ takes a third less time; with PRE kernels read as
+# often. Without SRA g++ makes a float4 one 16-byte access, as on a GPU. Without sinking it reads where the text does,
+# not behind the bounds check that comes too late.
 GCC_KERNEL_FLAGS = ("-fno-gnu-unique",)
 GCC_INSTRUMENTED_FLAGS = (
     *("-O1", "-ftree-pre"),
@@ -105,29 +104,29 @@ def _macros(*flags: str) -> str:
 
 @functools.cache
 def _toolchain() -> str:
-    """What else decides the result: the compiler, and the processor that it takes this machine's for."""
+    """Return the part of the key that names the compiler, and the processor that it detects."""
     flags, macros = _native()
     return "\n".join([_called("--version").stdout, *flags, macros])
 
 
 @functools.cache
 def _defines(macro: str) -> bool:
-    """Whether the compiler defines a macro by itself."""
+    """Return True if the compiler predefines a macro."""
     return f"#define {macro} " in _native()[1]
 
 
 def is_clang() -> bool:
-    """Whether the compiler is Clang, whose own names some flags have."""
+    """Return True if the compiler is Clang, which has other names for some flags."""
     return _defines("__clang__")
 
 
 def _for_macos() -> bool:
-    """Whether the compiler builds for macOS, which links in another way than Linux."""
+    """Return True if the compiler builds for macOS, which links in another way than Linux."""
     return _defines("__APPLE__")
 
 
 def _key(flags: tuple[str, ...], text: str, depends_on: list[Path]) -> str:
-    """The name of a result in the cache, from all that decides it."""
+    """Return the name of a result in the cache, a hash of everything that decides the result."""
     digest = hashlib.sha256()
     headers = [path.name + path.read_text() for path in sorted(depends_on, key=lambda path: path.name)]
     for part in (_toolchain(), " ".join(flags), text, *headers):
@@ -159,10 +158,10 @@ def _compile(
 
 
 def _prelude(flags: tuple[str, ...], folders: list[str]) -> Path:
-    """What every kernel file includes first: a header, with g++'s own form of it, parsed once, beside it.
+    """Return the header that every kernel file includes first. g++ also gets a precompiled header beside it.
 
-    A file whose constants mean something in it gets the header itself: g++ sees to that. So does every file with
-    Clang, whose form of a header is bound to the folder that it was made in.
+    If a file's constants change the header, g++ reads the header itself. Clang always does: its precompiled headers
+    are bound to the folder that they were made in.
     """
     key = _key(flags, PRELUDE, _own_headers())
     header = cache.kept(f"{key}.hpp", lambda made: made.write_text(PRELUDE))
@@ -228,7 +227,7 @@ def runtime_library() -> ctypes.CDLL:
 def _loaded(
     build: Callable[[], Path], refusal: Callable[[OSError], Exception], mode: int = ctypes.DEFAULT_MODE
 ) -> ctypes.CDLL:
-    """Load a library of the cache; one that does not load is removed and built once more."""
+    """Load a library of the cache. If it does not load, remove it and build it once more."""
     path = str(build())
     try:
         return ctypes.CDLL(path, mode=mode)

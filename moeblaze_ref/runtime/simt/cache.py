@@ -35,8 +35,8 @@ def folder() -> Path:
 
     Notes
     -----
-    An empty variable counts as one that is not set. So does a relative $XDG_CACHE_HOME, as the XDG base directory
-    specification demands, and a relative $HOME.
+    An empty variable counts as not set. So does a relative $XDG_CACHE_HOME, as the XDG base directory specification
+    demands, and a relative $HOME.
     """
     named = os.environ.get("MOEBLAZE_CACHE")
     path = (Path(named) if named else _caches_of_user() / "moeblaze_ref") / "simt"
@@ -72,7 +72,7 @@ def kept(name: str, make: Callable[[Path], object]) -> Path:
     Parameters
     ----------
     name : str
-        From all that decides the content.
+        Made from everything that decides the content.
     make : callable
         Takes the path of the file to make, in an empty folder of its own.
 
@@ -110,7 +110,7 @@ def is_whole(path: Path) -> bool:
 
 
 def _state(found: os.stat_result) -> tuple[int, ...]:
-    """What is another after every change of a file."""
+    """Return a tuple that differs after every change of a file."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
@@ -122,7 +122,7 @@ def _has_seal(path: Path, state: tuple[int, ...]) -> bool:
 
 
 def _remove_empty_folder(path: Path) -> None:
-    """Make room for a file where a folder is; one that is not empty may hold what somebody needs."""
+    """Remove an empty folder at a file's path. Raise SimtUnavailable if it has content, which may be needed."""
     if not path.is_dir() or path.is_symlink():
         return
     try:
@@ -160,7 +160,7 @@ def _seal(name: str, content: bytes) -> bytes:
 
 
 def _make(path: Path, make: Callable[[Path], object]) -> None:
-    """Another process sees the whole file or none; so does one that comes after a kill or a loss of power."""
+    """Make a file atomically: other processes see the whole file or none, also after a kill or a loss of power."""
     with _unfinished(path.parent) as scratch:
         made = Path(scratch, path.name)
         make(made)

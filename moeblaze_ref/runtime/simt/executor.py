@@ -40,7 +40,7 @@ class KernelFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one launch asked of one global buffer.
+    """Accesses of one launch to one global buffer.
 
     Bytes are those that threads request, not DRAM traffic; sectors are the distinct 32-byte
     sectors of each warp access, so 32 * sectors / bytes is 1 for perfectly coalesced access.
@@ -54,7 +54,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class SharedTraffic:
-    """What one launch asked of shared memory; conflicts are passes beyond the fewest possible."""
+    """Accesses of one launch to shared memory; conflicts are passes beyond the fewest possible."""
 
     read_bytes: int
     written_bytes: int
@@ -174,7 +174,7 @@ class Staged:
         return " = ".join(self.names)
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
-        """What the kernel may access of it: a name, the address and the bytes of each range."""
+        """Yield the ranges that the kernel may access: a name, the address and the bytes of each."""
         yield self.name, self.copy.ctypes.data, self.copy.nbytes
 
 

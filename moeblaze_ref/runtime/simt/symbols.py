@@ -1,4 +1,4 @@
-"""What a kernel file that was built with lines says of itself, read by binutils: g++ cannot do without them."""
+"""Read source lines and symbols of a kernel file built with ``lines``. binutils reads them, which g++ requires."""
 
 import ctypes
 import functools

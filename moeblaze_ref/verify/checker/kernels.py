@@ -268,12 +268,12 @@ class NumbaKernel:
 
 
 def find_numba(function: Any, where: str) -> NumbaKernel:
-    """A Numba kernel.
+    """Return a function as a Numba kernel.
 
     Raises
     ------
     TypeError
-        If the function is not one that ``numba.cuda.jit`` made for the host to launch.
+        If ``numba.cuda.jit`` did not make the function, or made it as a device function.
     """
     module = type(function).__module__
     if not hasattr(function, "py_func") or "cuda" not in module:

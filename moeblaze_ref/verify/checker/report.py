@@ -1,4 +1,4 @@
-"""What the checker found: the first element that differs, the counts, and the verdict on each case."""
+"""Results of the checker: the first element that differs, the counts, and the verdict on each case."""
 
 import html
 from collections.abc import Iterator
@@ -167,7 +167,7 @@ class Report:
     backend: str
     dtype: str
     launch: str  #: grid, block and shared bytes as formulas, and who stated them
-    #: What the backend counts, in the process that runs the kernel: the kernel can forge it.
+    #: Quantities that the backend counts in the process that runs the kernel. The kernel can forge them.
     quantities: tuple[str, ...]
     results: list[Result]  #: the last one if a case faults: the check ends there
     #: Why sizes past 2**31 elements were not checked; empty if they were, or if the caller chose the cases.

@@ -64,7 +64,7 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
 
 
 def _work(work: Any, quantities: Iterable[str]) -> Counts:
-    """What a `simt.executor.Work` or a `simulator.Work` holds of how the threads divided the work."""
+    """Return the quantities of a `simt.executor.Work` or a `simulator.Work`: how the threads divided the work."""
     return {quantity: {"all memory": getattr(work, quantity)} for quantity in quantities}
 
 

@@ -60,7 +60,7 @@ EXCEPTIONS = {name for name, value in _CLASSES.items() if issubclass(value, Base
 def check_source(text: str | bytes, file: str):
     """Refuse the Python text of a kernel that could change what is counted.
 
-    The text is the whole file. One that is no Python passes: it cannot run either, and its import says why.
+    The text is the whole file. A text that is no Python passes: it cannot run, and its import says why.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class _Text:
     """A text, with the names that it gives to modules."""
 
     def __init__(self, tree: ast.Module):
-        self.nodes: list[Any] = list(ast.walk(tree))  # ast.AST; those that may be refused have a line and a column
+        self.nodes: list[Any] = list(ast.walk(tree))  # ast.AST; nodes that may be refused have a line and a column
         self.modules = dict(reversed([pair for node in self.nodes for pair in _modules(node)]))  # the first counts
 
     def refused(self) -> Iterator[tuple[int, int, str, str]]:

@@ -60,7 +60,7 @@ class Terms:
 
     contract: Contract
     kernel: CudaKernel | NumbaKernel | NumbaFile
-    backend: str  #: one that takes such a kernel
+    backend: str  #: a backend that takes such a kernel
     asked: dict[str, str | None]  #: formulas for grid, block and shared bytes, or None
     budgets: tuple[Budget, ...]
     levels: dict[str, tuple[Budget, ...]]  #: budgets that a right kernel may miss, by level

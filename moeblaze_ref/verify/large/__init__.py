@@ -59,7 +59,7 @@ def _refusal(backend: str) -> str:
 
 
 def _rows(backend: str, case: Case) -> Iterator[Row]:
-    """The row of a case; one that faults is a failed row that says so."""
+    """Yield the row of a case. If the case faults, the row fails and names the fault."""
     shape, error, bound = case.passes, math.nan, BOUNDS[case.dtype]
     try:
         error = case.run().worst

@@ -85,7 +85,7 @@ def unchecked(trial: Trial, memory: np.ndarray) -> str:
 
 
 def _writes_the_same(memory: np.ndarray) -> bool:
-    """Whether the two blocks write the same elements at both smaller sizes."""
+    """Return True if the two blocks write the same elements at both smaller sizes."""
     return bool((never_written(memory[0]) == never_written(memory[1])).all())
 
 

@@ -57,7 +57,7 @@ class ClampedSwiglu:
         return moved
 
     def alternatives(self) -> Iterator["ClampedSwiglu"]:
-        """What it is taken for: one constant is missing, or g is clamped on both sides."""
+        """Yield wrong variants of the activation: one constant is missing, or g is clamped on both sides."""
         yield replace(self, alpha=1.0)
         yield replace(self, limit=inf)
         yield replace(self, summand=0.0)

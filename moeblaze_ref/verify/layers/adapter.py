@@ -1,4 +1,4 @@
-"""What a check must know about a layer: how to call it, where its weights are, and what its router does."""
+"""Describe a layer for its check: how to call it, where its weights are, and what its router does."""
 
 import importlib
 import importlib.util
@@ -26,7 +26,7 @@ Activation = str | Callable[[Tensor, Tensor], Tensor]  # a name of ours, or a fu
 
 
 def takes_gate(activation: Activation) -> bool:
-    """Whether an expert has two up-projections."""
+    """Return True if an expert has two up-projections."""
     return not isinstance(activation, str) or is_gated(activation)
 
 
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
 
 class Factory(Protocol):
-    """What makes the layer that is checked."""
+    """Factory of the layer that is checked."""
 
     def __call__(self, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device: str) -> "Adapter":
         """Return a new layer of these sizes."""
@@ -92,7 +92,7 @@ class Adapter:
         The layer claims the same bits in each run; otherwise differences are reported and are no fault.
     compiles, autocasts, strides, retains : bool
         The layer runs under ``torch.compile``, under ``torch.autocast``, on an x whose columns are not neighbours in
-        memory, and a second time backward with ``retain_graph``; False of one that refuses.
+        memory, and a second time backward with ``retain_graph``; False if it refuses.
     graphs : bool
         The layer claims that a CUDA graph can hold its step; otherwise it is reported whether one can.
     """
@@ -147,16 +147,16 @@ class Adapter:
 
     @property
     def router_inside(self) -> Router | None:
-        """What the router does; None if the routing is given."""
+        """Description of the layer's router; None if the routing is given."""
         return None if self.router is None else named(self.router)
 
     def check_call(self) -> None:
-        """Check that the layer can be called with what it is given; one that does not say what it takes is taken.
+        """Check that the layer accepts the arguments of a check. A layer without a readable signature passes.
 
         Raises
         ------
         TypeError
-            If it takes something else.
+            If it takes other arguments.
         """
         given = ("x", "topk_index", "topk_weights") if self.router is None else ("x",)
         called = self.module.forward if isinstance(self.module, nn.Module) else self.module
@@ -359,7 +359,7 @@ def make(factory: Factory, sizes: Sizes, dtype: torch.dtype, device: str) -> Ada
 
 
 def _check_signature(factory: Factory, given: Mapping[str, Any]) -> None:
-    """Check that a factory can be called so; one that does not say what it takes is called."""
+    """Check that a factory accepts the arguments in ``given``. A factory without a readable signature passes."""
     if takes := _takes_instead(factory, **given):
         raise TypeError(f"the factory takes {takes}, but it is called with {', '.join(given)} by name")
 

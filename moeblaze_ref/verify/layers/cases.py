@@ -118,7 +118,7 @@ PATTERNS = (
 
 
 def spec_of(adapter: Adapter, k: int) -> Spec:
-    """What the reference computes for this layer."""
+    """Return the specification that the reference computes for this layer."""
     router = adapter.router_inside
     return Spec(k, router, adapter.activation, router.weighs if router else adapter.weighs)
 
@@ -253,7 +253,7 @@ def _input_for(wanted: Tensor, scale: float, weights: Weights, generator: Genera
 
 
 def _is_settled(spec: Spec, x: Tensor, weights: Weights, generator: Generator) -> Tensor:
-    """Whether disturbed logits lead to the same choice: (n,) bool."""
+    """Return True for each row whose disturbed logits lead to the same choice: (n,) bool."""
     assert spec.router is not None
     logits, _, chosen, _ = route(spec, weights | {"x": x})
     noise = 2 * torch.rand(DISTURBANCES, *logits.shape, generator=generator, dtype=torch.float64) - 1

@@ -30,7 +30,7 @@ COMPILATIONS = 256
 
 
 class Finding(NamedTuple):
-    """What was found in one way of running one case."""
+    """Result of one way of running one case."""
 
     way: str  #: "a step", or one of `ways.WAYS`
     case: str
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether everything is right."""
+        """True if everything is right."""
         return not self.wrong and not self.raised
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Finding(NamedTuple):
 
     @property
     def _ran(self) -> str:
-        """What ran, for a reader who does not know the names of ways and cases; nothing if that is not known."""
+        """The step that ran, in words that explain ways and cases; empty if the step is not known."""
         if self.sizes is None:
             return ""
         L, d, h, E, k = self.sizes
@@ -80,14 +80,14 @@ class Verdict(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether everything is right."""
+        """True if everything is right."""
         return all(finding.ok for finding in self.findings) and not (
             self.claims_determinism and self.deterministic is False
         )
 
     @property
     def graphs(self) -> bool:
-        """Whether a CUDA graph held the layer's step; on a CPU none does."""
+        """True if a CUDA graph captured the layer's step; always False on a CPU."""
         return any(finding.way == ways.GRAPH and not finding.raised for finding in self.findings)
 
     @property
@@ -116,7 +116,7 @@ class Verdict(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What is wrong, in a few words: the class of the bug, or what the layer did in place of computing."""
+        """The error in a few words: the class of the bug, or what the layer did in place of computing."""
         if self.bug_class == UNKNOWN and self.first:
             return self.first.fault or UNKNOWN
         return self.bug_class or "not deterministic"
@@ -146,7 +146,7 @@ def check_layer(
     factory : callable
         Returns an `Adapter` for keywords d, h, E, k, dtype and device.
     dtypes : iterable of torch.dtype, optional
-        Default: all that the adapter names.
+        Default: the dtypes of the adapter.
     device : str
     seeds : int
         How many times each case is run with other numbers. The ways of running a step have the first numbers alone.
@@ -261,7 +261,7 @@ class _Check(NamedTuple):
         return alone
 
     def _run(self, name: str, way: Way, pattern: Pattern, seed: int, evidence: list[Evidence]) -> Begun:
-        """Run a way, and compare all that it yields; an error that the layer raises is a finding."""
+        """Run a way, and compare everything that it yields; an error that the layer raises is a finding."""
         yield self._begun(name, pattern.name)
         found: list[Finding] = []
         try:
@@ -294,7 +294,7 @@ class _Check(NamedTuple):
                 yield Finding(large_cases.WAY, name, "", math.inf, (), str(fault), fault.kind)
 
     def _is_deterministic(self, pattern: Pattern) -> bool | None:
-        """Whether two runs of a step give the same bits; None if the layer raises an error, which is a finding."""
+        """Return True if two runs of a step give the same bits; None if the layer raises, which is a finding."""
         try:
             layer = CheckedLayer.make(self.factory, pattern.sizes, self.dtype, self.device)
             case = cases.make(layer.adapter, pattern, self.dtype)
@@ -309,7 +309,7 @@ def _right(findings: Iterable[Finding]) -> bool:
 
 
 def _lacks(findings: Sequence[Finding], way: str) -> bool:
-    """Whether this way has nothing to show: the layer refused it."""
+    """Return True if this way has no finding, because the layer refused it."""
     return all(finding.way != way for finding in findings)
 
 

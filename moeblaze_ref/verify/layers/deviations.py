@@ -18,7 +18,7 @@ PARTS = {"out": ("token", 0), "x": ("token", 0), "topk_weights": ("token", 0)} |
 }
 FEW_ROWS = 8
 LEAST_MOVE = 2.0**-20  # of a limit, relative: as much as a sum in float32 may be off
-# What is wanted of small cases is remembered: the ways of running a layer share them, and so do layers of a kind.
+# Expected results of small cases are cached: the ways of running a layer share them, and so do layers of a kind.
 MOST_KNOWN = 256
 SMALL_CASE = 2**19  # elements
 _known: dict[Hashable, "Wanted"] = {}
@@ -45,7 +45,7 @@ class Deviation(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a layer's results of a case are compared with."""
+    """Expected results of a case, and the bounds of their errors."""
 
     exact: Results  #: of the reference in float64
     sizes: Results  #: of tensors that may vanish, others by which their errors are measured

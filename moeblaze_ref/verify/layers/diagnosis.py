@@ -36,7 +36,7 @@ class Evidence:
 
     @functools.cached_property
     def wrong(self) -> list[Deviation]:
-        """What is wrong."""
+        """The tensors that are wrong."""
         return deviations(self.found, self.wanted)
 
     @functools.cached_property
@@ -45,7 +45,7 @@ class Evidence:
         return worst(self.found, self.wanted)
 
     def fits(self, predicted: Results) -> bool:
-        """Whether the layer computed what is predicted, as far as that goes."""
+        """Return True if the layer computed the predicted tensors. Tensors without a prediction are ignored."""
         found = {name: self.found[name] for name in predicted if name in self.found}
         return not deviations(found, self.wanted._replace(exact=predicted))
 
@@ -66,12 +66,12 @@ class BugClass(NamedTuple):
     raises: bool = False  #: it may show in an error; an error can have other causes than most bugs
 
     def explains(self, evidence: Sequence[Evidence]) -> bool:
-        """Whether plain steps are what a layer with this bug computes."""
+        """Return True if a layer with this bug computes these plain steps."""
         signed = self.sign is not None and self.sign(evidence)
         return signed or (self.prediction is not None and all(self._predicts(one) for one in evidence))
 
     def _predicts(self, evidence: Evidence) -> bool:
-        """Whether one of the forms of the bug fits; where it has none, it has no effect, so the layer must be right."""
+        """Return True if a form of the bug fits. A bug without forms has no effect here, so the layer must be right."""
         assert self.prediction is not None
         forms = self.prediction(evidence.spec, evidence.case)
         first = next(forms, evidence.wanted.exact)
@@ -544,7 +544,7 @@ def _bugs(failed: set[str], raised: set[str]) -> list[str]:
 
 
 def _explain(group: tuple[BugClass, ...], failed: set[str], raised: set[str]) -> bool:
-    """Whether bugs explain all ways, and each a way that the others do not."""
+    """Return True if the bugs explain all failed ways, and each bug explains a way that the others do not."""
     shows = [bug.ways | bug.also for bug in group]
     errors = [ways for bug, ways in zip(group, shows, strict=True) if bug.raises]
     needed = all(

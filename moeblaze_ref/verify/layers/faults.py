@@ -1,4 +1,4 @@
-"""What a layer, or the factory that makes it, does wrong beside its numbers."""
+"""Faults of a layer or of its factory, besides wrong numbers."""
 
 import traceback
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class LayerFault(ValueError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether a device had no room, somewhere among the causes of an error."""
+    """Return True if an error, or one of its causes, is that a device had no memory left."""
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__))
 
 
@@ -45,7 +45,7 @@ def raised(error: BaseException) -> str:
     return in_a_line(error) + where
 
 
-# What calls a layer, what a layer calls, and what checks its description.
+# Code that calls a layer, code that a layer calls, and code that checks its description.
 _OTHERS = (*(str(PurePath(file).parent) for file in (__file__, torch.__file__, checks.__file__)), "<")
 
 
@@ -77,7 +77,7 @@ SETTINGS = ("default dtype", "gradient mode", "deterministic mode", "number of t
 
 
 class Settings(NamedTuple):
-    """What a layer finds, and must leave as it is; in the order of `SETTINGS`."""
+    """Settings of torch that a layer must not change, in the order of `SETTINGS`."""
 
     dtype: torch.dtype
     gradients: bool
@@ -86,7 +86,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def now(cls) -> "Settings":
-        """Read them."""
+        """Read the current settings."""
         return cls(
             torch.get_default_dtype(),
             torch.is_grad_enabled(),
@@ -95,7 +95,7 @@ class Settings(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Set those that are different now."""
+        """Restore the settings that have changed."""
         now = Settings.now()
         if now.dtype != self.dtype:
             torch.set_default_dtype(self.dtype)

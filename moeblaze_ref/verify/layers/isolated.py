@@ -17,7 +17,7 @@ LOOK_AFTER = 0.2  # seconds, whether the process is there
 
 
 def isolated(work: Callable[..., Iterable[Any]], *arguments: Any, seconds: float) -> Iterator[Any]:
-    """Yield what a function yields in another process, which is ended with all that it started.
+    """Yield what a function yields in another process. End that process and all processes that it started.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ class Large(NamedTuple):
 
     pattern: Pattern
     times: int = 1  #: that its tokens are repeated
-    unused: int = 0  #: experts before those that the tokens choose
+    unused: int = 0  #: experts before the chosen experts
 
     @property
     def sizes(self) -> Sizes:
@@ -49,7 +49,7 @@ LARGE = (
 
 
 class Found(NamedTuple):
-    """What was found in a case."""
+    """Result of a case."""
 
     case: str
     units: float  #: the largest error in units of its bound

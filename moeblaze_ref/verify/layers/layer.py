@@ -17,14 +17,14 @@ from moeblaze_ref.verify.layers.reference import Case, Results, in_float64
 
 
 class Inputs(NamedTuple):
-    """What a layer is called with."""
+    """Arguments of a layer."""
 
     x: Tensor  # (L, d)
     topk_index: Tensor | None = None  # (L, k)
     topk_weights: Tensor | None = None  # (L, k)
 
     def arguments(self) -> list[Tensor]:
-        """Return those that are there."""
+        """Return the arguments that are not None."""
         return [tensor for tensor in self if tensor is not None]
 
     def leaves(self) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ class CheckedLayer(NamedTuple):
 
     @contextmanager
     def frozen(self, inputs: Inputs, trained: Sequence[str]) -> Iterator[None]:
-        """Let those that are named alone want a gradient."""
+        """Let only the named tensors want a gradient."""
         before = self.wanted(inputs)
         try:
             for name, tensor in before.items():

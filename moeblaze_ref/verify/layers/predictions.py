@@ -1,7 +1,7 @@
-"""What a layer with a known bug would compute: the reference with one change each, in float64.
+"""Predict the results of layers with known bugs: the reference with one change each, in float64.
 
-A prediction takes what a layer is asked for and the numbers of a case, and yields the results of each form that the bug
-can have. It yields none where it cannot have an effect.
+A prediction takes a layer's specification and the numbers of a case. It yields the results of each form that the bug
+can have. It yields none where the bug cannot have an effect.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -142,7 +142,7 @@ def softmax_twice(spec: Spec, case: Case) -> Iterator[Results]:
 
 
 def _sum_to_one(router: Router) -> bool:
-    """Whether the gates of a token sum to one, but for a factor: a softmax of the chosen logits does that too."""
+    """Return True if a token's gates sum to one, up to a factor, as with a softmax of the chosen logits."""
     return router.renormalize or router.scores == "softmax_of_chosen"
 
 
@@ -354,7 +354,7 @@ def _positions(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def over_capacity(spec: Spec, case: Case) -> Iterator[Results]:
-    """Rows beyond a capacity are dropped, whatever it is here."""
+    """Rows beyond a capacity are dropped: one form for each capacity from 1 to the rows of the fullest expert."""
     position, rows = _positions(case)
     yield from _masked(spec, case, (position < capacity for capacity in range(1, int(rows.max()) + 1)))
 

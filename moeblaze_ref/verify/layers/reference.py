@@ -20,7 +20,7 @@ Results = dict[str, Tensor]  # "out", and the gradient of each input and weight 
 
 
 class Spec(NamedTuple):
-    """What the layer computes."""
+    """Specification of what the layer computes."""
 
     k: int
     router: Router | None  #: None if the routing is given
@@ -29,12 +29,12 @@ class Spec(NamedTuple):
 
     @property
     def gated(self) -> bool:
-        """Whether an expert has two up-projections."""
+        """True if an expert has two up-projections."""
         return takes_gate(self.activation)
 
 
 class Case(NamedTuple):
-    """The numbers of one step: float64, and each is one that the layer's dtype has."""
+    """The numbers of one step: float64, each representable in the layer's dtype."""
 
     name: str
     sizes: Sizes
@@ -97,14 +97,14 @@ def _of_shared(inputs: Weights) -> Weights:
 
 
 def _shared_expert(spec: Spec, inputs: Weights) -> Tensor:
-    """What the shared expert adds (L, d); a sigmoid of its own may multiply it, as in Qwen2-MoE."""
+    """Return the output (L, d) of the shared expert. A sigmoid of its own may multiply it, as in Qwen2-MoE."""
     x, gate = inputs["x"], inputs.get("shared_expert_gate")
     y = expert(spec, _of_shared(inputs), x)
     return y if gate is None else y * torch.sigmoid(x @ gate)
 
 
 def gates_of(spec: Spec, inputs: Weights, topk_index: Tensor) -> Tensor:
-    """The gates (L, k): those that are given, or those of the router inside."""
+    """Return the gates (L, k): the given ones, or the gates of the router inside."""
     return route(spec, inputs, topk_index).gates if spec.router else inputs["topk_weights"]
 
 
@@ -145,7 +145,7 @@ def _weighted(spec: Spec, inputs: Weights, topk_index: Tensor, gates: Tensor) ->
 
 
 def weighted_choices(spec: Spec, case: Case) -> Tensor:
-    """What each choice of a token adds to the output: (L, k, d) float64."""
+    """Return each choice's contribution to the output: (L, k, d) float64."""
     inputs = case.inputs() | case.weights
     return _weighted(spec, inputs, case.topk_index, gates_of(spec, inputs, case.topk_index))
 

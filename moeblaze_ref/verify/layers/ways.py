@@ -21,11 +21,11 @@ from moeblaze_ref.verify.layers.reference import Case, Results, in_float64
 
 
 class Found(NamedTuple):
-    """What a layer computed of a case."""
+    """Results of a layer for a case."""
 
     case: Case
     results: Results
-    how: str = ""  #: what of the way this is
+    how: str = ""  #: which part of the way this is
     dtype: torch.dtype | None = None  #: in which it was computed, if not in the layer's
     rerun: Callable[[Case], Results] | None = None  #: runs it with other numbers, if that is no plain step
 
@@ -224,7 +224,7 @@ def frozen(layer: CheckedLayer, pattern: Pattern, seed: int) -> Iterator[Found]:
 
 
 def _groups(layer: CheckedLayer, inputs: Inputs) -> dict[str, list[str]]:
-    """What wants a gradient, by what it is: parameters of single experts go together."""
+    """Return the tensors that want a gradient, grouped by role: parameters of single experts go together."""
     groups = {name: [name] for name in inputs.leaves()}
     for place, _ in layer.places:
         if place.name in layer.wanted(inputs):

@@ -24,7 +24,7 @@ WEIGHTS = ("w1", "w2", "w3")  #: live anyway: they cost nothing when they are sa
 
 @dataclass(frozen=True)
 class Case:
-    """What a function is called with."""
+    """Arguments of a function, and the results that are expected of it."""
 
     name: str
     inputs: Arrays  #: the arguments of its forward, in their order; floats get a gradient
@@ -86,7 +86,7 @@ def _row(case: Case, saved: list[np.ndarray], found: Arrays) -> Row:
 
 
 def _is_weight(saved: np.ndarray, case: Case) -> bool:
-    """Whether a saved tensor is a weight, bit for bit."""
+    """Return True if a saved tensor is a weight, bit for bit."""
     weights = [case.inputs[name] for name in WEIGHTS if name in case.inputs]
     return any(saved.shape == weight.shape and saved.tobytes() == weight.tobytes() for weight in weights)
 

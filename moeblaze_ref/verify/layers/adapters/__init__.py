@@ -43,7 +43,7 @@ def check_name(name: str) -> None:
 
 
 def named(name: str) -> Factory:
-    """Return the factory of an adapter, or the one that ``MODULE:FACTORY`` names.
+    """Return the factory of an adapter, or the factory that ``MODULE:FACTORY`` names.
 
     Raises
     ------

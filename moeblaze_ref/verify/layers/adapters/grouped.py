@@ -28,10 +28,10 @@ def moe(name: str, *, d: int, h: int, E: int, k: int, dtype: torch.dtype, device
 
 
 def factories() -> dict[str, Factory]:
-    """Return those that run as they are written."""
+    """Return the factories of the layers that run without compilation."""
     return {f"torch/{name}": partial(moe, name) for name in ("grouped_mm", "gather_sum")}
 
 
 def compiled() -> dict[str, Factory]:
-    """Return those that are compiled, which pays on a GPU alone."""
+    """Return the factories of the compiled layers, which are faster only on a GPU."""
     return {f"torch/{name}": partial(moe, name) for name in COMPILED}

@@ -105,7 +105,7 @@ class PlainMoE(nn.Module):
         return logits.float()
 
     def shared_part(self, x: Tensor) -> Tensor:
-        """What the shared expert adds."""
+        """Return the output of the shared expert."""
         assert self.shared is not None
         return self.shared["down"](swiglu(self.shared["gate"](x), self.shared["up"](x)))
 

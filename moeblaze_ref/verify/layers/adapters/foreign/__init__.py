@@ -32,7 +32,7 @@ class Foreign(NamedTuple):
         Raises
         ------
         ImportError
-            If the package, or one that it needs, is missing.
+            If the package, or a package that it needs, is missing.
         """
         try:
             return self.of_project(d=d, h=h, E=E, k=k, dtype=dtype, device=device)
