@@ -253,13 +253,15 @@ def test_nothing_in_a_document_is_wrong(find, path, monkeypatch):
 # Length -------------------------------------------------------------------------------------------------------------
 
 MOST_WORDS, README_WORDS = 1500, 900
-BLOCK = re.compile(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- begin (\w+) -->\n(.*?)<!-- end \1 -->", re.DOTALL)
 TABLE_LINE = re.compile(r"^\s*\|.*\|$", re.MULTILINE)
+ORIGIN = re.compile(r"^- (?:device:|versions:|commit:|run ).*\n", re.MULTILINE)  # where a block's record was measured
 
 
 def prose_words(document) -> int:
-    """Words of a document without its generated blocks, code, tables and link targets by name."""
-    text = REFERENCE.sub("", TABLE_LINE.sub("", FENCE.sub("", BLOCK.sub("", document.text))))
+    """Words of a document without code, tables, link targets by name, and the origins in its generated blocks."""
+    text = BLOCK.sub(lambda block: ORIGIN.sub("", block[2]), document.text)
+    text = REFERENCE.sub("", TABLE_LINE.sub("", FENCE.sub("", text)))
     return len(text.split())
 
 
@@ -272,9 +274,12 @@ def test_a_page_answers_its_question_in_few_words(path):
     assert prose_words(Document(path)) <= MOST_WORDS
 
 
-def test_words_are_counted_without_tables_code_and_blocks(tmp_path):
-    text = "One two.\n\n| a | b |\n| --- | --- |\n\n```text\nc d\n```\n\n<!-- begin x -->\ne f\n<!-- end x -->\n\nthree"
-    assert prose_words(planted(tmp_path, text)) == 3
+def test_words_are_counted_without_tables_code_and_origins(tmp_path):
+    table = "| a | b |\n| --- | --- |"
+    origin = "- device: a GPU\n- versions: numpy 2\n- commit: abc (code changed)\n- run 0, layer, once"
+    block = f"<!-- begin x -->\nFour five.\n\n{table}\n\n- six\n{origin}\n<!-- end x -->"
+    assert prose_words(planted(tmp_path, f"One two.\n\n{table}\n\n```text\nc d\n```\n\n{block}\n\nthree")) == 7
+    assert prose_words(planted(tmp_path, "- device: a b")) == 4, "outside blocks such a line is prose"
 
 
 # The paper map --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,15 @@ PAGES = (
     README,
     *(
         results.DOCS / f"{name}.md"
-        for name in ("performance", "launch_plans", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
+        for name in (
+            "performance",
+            "launch_plans",
+            "layer_tables",
+            "kernel_tables",
+            "cublas_gap",
+            "optimisation_log",
+            "tiles",
+        )
     ),
 )
 PICTURE = results.DOCS / "images" / "bench.png"
@@ -86,8 +94,8 @@ def _tables(kind: str, skewed: bool = False) -> Callable[[results.Result], str]:
     return tables
 
 
-# What became of a trial: its kernel works so now; it did, until something else came in its place; it does not; or it
-# was never meant to, and shows what a part of the work costs.
+# Verdicts on a trial. Its kernel works so now; it did, until something else replaced it; it does not; or it was never
+# meant to, and shows what a part of the work costs.
 VERDICTS = ("adopted", "replaced", "rejected", "measured")
 
 
@@ -199,6 +207,15 @@ OF_OTHER_FILES: dict[str, Callable[[], str]] = {
 }
 
 
+def grown(paths: Sequence[Path]) -> str:
+    """Return the page on growth with its findings below the title."""
+    title, _, rest = growth_page.page(paths).partition("\n\n")
+    found = "\n\n".join(
+        findings.growth(growth_page.measured(record), documents.device(record)) for record in map(results.load, paths)
+    )
+    return f"{title}\n\n{found}\n\n{rest}"
+
+
 def recorded() -> results.Result | None:
     """Load the committed results; None if there are none."""
     return results.load(results.RECORDED) if results.RECORDED.exists() else None
@@ -210,6 +227,8 @@ def write():
     for page in PAGES:
         page.write_text(fill(page.read_text(), found))
     growth_page.write()
+    if paths := growth_page.records():
+        (results.DOCS / f"{growth_page.NAME}.md").write_text(grown(paths))
     if found and (rows := plots.pictured(results.rows_of(found, "layer"))):
         plots.time_and_memory(rows).savefig(PICTURE, dpi=150, bbox_inches="tight")
 

@@ -3,7 +3,7 @@
 import json
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -263,7 +263,7 @@ def _behind_ms(row: Row, dense: Row) -> float:
 def why(found: results.Result) -> str:
     """Return a table of each product's busy share and clock relative to cuBLAS's, the furthest behind first."""
     names = ("preset", "kernel", *(f"{what}, % of cuBLAS's" for what in ("busy x clock", "busy", "clock")))
-    names += ("ms under ncu", "of them behind cuBLAS", "DRAM %", "L2 %", "L2 link %")
+    names += ("ms under ncu", "ms lost", "DRAM %", "L2 %", "L2 link %")
     shown = _by_preset(found)
     launches = [
         (preset, name, row, dense)
@@ -295,34 +295,53 @@ def facts(found: results.Result) -> str:
     shown = _by_preset(found)
     if not shown:
         return ""
-    items = [f"- On {preset}, {_furthest(*of_one)}; {_clocks(of_one[0])}." for preset, of_one in shown.items()]
-    items.append(f"- On all of them, {_waits([row for rows, _ in shown.values() for row in rows])}.")
+    items = [f"- On {preset}, {_furthest(*of_one)} {_clocks(of_one[0])}" for preset, of_one in shown.items()]
+    items.append(f"- {_waits([row for rows, _ in shown.values() for row in rows])}")
     return "\n".join(map(_lines, items))
+
+
+def growth(axes: Mapping[str, Sequence[Any]], device: str) -> str:
+    """Return the range of our speed over torch.compile's and of the roofline's share, of `growth_page.measured`."""
+    points = [(axis, one) for axis, measured in axes.items() for one in measured if one.ours["step_ms"]]
+    speeds = [
+        one.compiled["step_ms"] / one.ours["step_ms"] for _, one in points if one.compiled and one.compiled["step_ms"]
+    ]
+    shares = [(100 * one.ours["roofline_ms"] / one.ours["step_ms"], f"{axis} = {one.value:,}") for axis, one in points]
+    said = []
+    if speeds:
+        said.append(
+            f"On an {device}, our layer is {report.ratio(min(speeds))} to {report.ratio(max(speeds))} times as fast as "
+            "torch.compile, over all sizes that we timed with both."
+        )
+    if shares:
+        (least, at_least), (most, at_most) = min(shares), max(shares)
+        said.append(f"It reaches {least:.0f} to {most:.0f}% of the roofline: least at {at_least}, most at {at_most}.")
+    return textwrap.fill(" ".join(said), LINE)
 
 
 def _furthest(rows: Sequence[Row], dense: Row) -> str:
     first, *_ = rows
     behind = sum(max(0.0, _behind_ms(row, dense)) for row in rows)
     return (
-        f"furthest behind: `{first['kernel']}`, {_behind_ms(first, dense):.2f} ms of the {behind:.2f} that these "
-        f"launches are behind"
+        f"`{first['kernel']}` is furthest behind. It loses {_behind_ms(first, dense):.2f} of the {behind:.2f} ms that "
+        f"these launches lose."
     )
 
 
 def _clocks(rows: Sequence[Row]) -> str:
     busy = sorted(rows, key=lambda row: row["tensor_pct"])
-    picked = {"least busy": busy[0], "busiest": busy[-1], "fastest": max(rows, key=lambda row: row["sm_clock_ghz"])}
-    return ", ".join(
-        f"{name}: `{row['kernel']}` ({row['tensor_pct']:.0f}% at {row['sm_clock_ghz']:.2f} GHz)"
-        for name, row in picked.items()
+    idlest, busiest, fastest = (
+        f"`{row['kernel']}` ({row['tensor_pct']:.0f}% at {row['sm_clock_ghz']:.2f} GHz)"
+        for row in (busy[0], busy[-1], max(rows, key=lambda row: row["sm_clock_ghz"]))
     )
+    return f"The least busy is {idlest}, and the busiest is {busiest}. The clock is highest in {fastest}."
 
 
 def _waits(rows: Sequence[Row]) -> str:
     first = sum(row["stalls"][0][0] == WAIT for row in rows)
     ranges = [
-        f"of those that {what}, it has {min(shares):.0f} to {max(shares):.0f}% of the warps' time"
+        f" In kernels that {what}, it takes {min(shares):.0f} to {max(shares):.0f}% of the warps' time."
         for what, kernels in (("gather rows", GATHERING), ("gather nothing", BOXES_ALONE))
         if (shares := [dict(row["stalls"]).get(WAIT, 0.0) for row in rows if row["kernel"] in kernels])
     ]
-    return "; ".join([f"`{WAIT}` comes first in {first} of {len(rows)} launches", *ranges])
+    return "".join([f"The most frequent wait is `{WAIT}` in {first} of {len(rows)} launches.", *ranges])

@@ -29,7 +29,7 @@ def page(text: str) -> str:
 
 
 def output(command: str) -> str:
-    """What a command prints, as a block of text.
+    """Return the output of a command as a block of text.
 
     Raises
     ------

@@ -86,7 +86,7 @@ def file_named(text: str) -> Path:
 
 
 def _open_beside(path: Path) -> None:
-    """Make the folder if need be, and show that a file can be made in it, and that one that is there can be written."""
+    """Make the folder if it is missing. Check that it takes a new file, and that an existing ``path`` is writable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path.parent):
         pass
@@ -292,9 +292,9 @@ def earlier(path: Path, load: Load, force: bool = False) -> Any | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What keeps a file from being written, as an OSError that says which: a full disk does not.
+    """Re-raise an OSError with the path of the file that cannot be written.
 
-    The system's own message may name a temporary file instead, so its reason alone is kept.
+    The system names no file when a disk is full, and it may name a temporary file, so only its reason is kept.
     """
     try:
         yield

@@ -12,11 +12,13 @@ from moeblaze_ref.core import documents
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.lm import EVIDENCE, evidence, evidence_plots, report
 
-PAGES = tuple(DOCS / name for name in ("training.md", "training_steps.md", "training_runs.md"))
+PAGES = tuple(
+    DOCS / name for name in ("training.md", "training_steps.md", "training_free_routing.md", "training_runs.md")
+)
 # The section of each kind.
 SECTIONS = {
     "replayed": "training_steps.md#the-same-choices",
-    "free": "training_steps.md#every-router-by-itself",
+    "free": "training_free_routing.md#every-router-by-itself",
     "curves": "training_runs.md#whole-runs",
     "memory": "training.md#what-it-saves-in-a-model",
 }
@@ -25,7 +27,7 @@ RUNS = ("h200", "h100", "h100_2")  # the end of a record's name; further records
 # Of each block, whose name is the kind of evidence or begins with it: its records, in the order of the tables.
 RECORDS = {kind: [RESULTS / f"train_{kind}_{run}.json" for run in RUNS] for kind in EVIDENCE}
 RECORDS |= {f"{kind}_tiny": [RESULTS / f"train_{kind}_tiny_cpu.json"] for kind in ("free", "curves")}
-# What a reader who does not see the pictures is told.
+# Text for a reader who does not see the pictures.
 PICTURED = {
     "replayed": "Loss of moeblaze and of the oracle at each step, and their gap, with the oracle's choices replayed",
     "free": "Gap of the loss to the oracle's and tokens with other experts at each step, every router by itself",

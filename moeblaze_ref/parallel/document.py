@@ -1,4 +1,4 @@
-"""Fills what docs/parallel.md says of measurements from the records of ``cli.parallel_bench`` and ``parallel_host``.
+"""Fills docs/parallel_measured.md from the records of ``cli.parallel_bench`` and ``parallel_host``.
 
 ``python -m moeblaze_ref.parallel.document`` writes everything again.
 """
@@ -12,7 +12,7 @@ from moeblaze_ref.core import documents, records
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.parallel import findings
 
-DOCUMENT = DOCS / "parallel.md"
+DOCUMENT = DOCS / "parallel_measured.md"
 KEYS = ("rows", "gpus", "steps", "token_s", "bandwidth", "exchange_s", "rest_s", "device", "versions", "commit")
 HOST_KEYS = ("rows", "preset", "device", "versions", "commit")
 RESULTS = DOCS / "results"

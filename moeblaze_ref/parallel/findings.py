@@ -96,13 +96,14 @@ def _method(name):
 
 
 def furthest(names: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return the map of which each of the two models is furthest from the measured step: one sentence."""
+    """Name the map whose measured step each of the two models misses by most: one sentence."""
     said = []
-    for model, key in (("modelled", "modelled_step_ms"), ("simulated", "simulated_step_ms")):
+    for key in ("modelled_step_ms", "simulated_step_ms"):
         shares = [(name, off(row["step_ms"], row[key])) for name, row in zip(names, rows, strict=True)]
         name, share = max(shares, key=lambda one: abs(one[1]))
-        said.append(f"{model}, {share:+.1%} for {name}")
-    return f"Furthest from the measured step: {'; '.join(said)}."
+        said.append(f"for {name} ({share:+.1%})")
+    modelled, simulated = said
+    return f"The modelled step is furthest from the measured one {modelled}, and the simulated step {simulated}."
 
 
 def _gains(names, rows):
@@ -148,23 +149,23 @@ def _of_one_map(names, rows):
 
 
 def host(found: Mapping[str, Any]) -> str:
-    """What a step over one rank costs the host and the device, beside one device: a table, and what is left."""
+    """Return a sentence and a table: the cost of a step over one rank to host and device, beside one device."""
     rows = found["rows"]
     steps = {(row["preset"], row["plans"]): row for row in rows if row["work"] == "step"}
     alone = steps["MoELayer", True]
     exact, roomy = steps["ExpertParallelMoE", False], steps["ExpertParallelMoE with room", True]
     shape = ", ".join(f"{name} = {size:,}" for name, size in rows[0]["shape"].items())
     said = (
-        f"A layer of {shape}, in {rows[0]['dtype']}. A step over one rank costs the host more than a step of MoELayer "
-        f"with launch plans: by {_beyond(exact, alone)} without room for its rows, and by {_beyond(roomy, alone)} with "
-        f"room and launch plans."
+        f"A layer of {shape}, in {rows[0]['dtype']}. Over one rank, a step takes the host {_beyond(exact, alone)} more "
+        f"than a step of MoELayer with launch plans. With room for a fixed number of rows and launch plans, it takes "
+        f"the host {_beyond(roomy, alone)} more."
     )
     return f"{said}\n\n{documents.table(HOST_HEADINGS, [host_cells(row) for row in rows], HOST_WORDS)}"
 
 
 def _beyond(row: Row, alone: Row) -> str:
-    """By how much a step costs the host more than another."""
-    return f"{row['host_us'] - alone['host_us']:,.0f} us, {row['units'] - alone['units']:.0f} torch.adds,"
+    """Return the host's extra time for a step: in us, and in calls of torch.add."""
+    return f"{row['host_us'] - alone['host_us']:,.0f} us ({row['units'] - alone['units']:.0f} torch.adds)"
 
 
 def host_cells(row: Row) -> list[str]:

@@ -42,7 +42,7 @@ SEEDS_RECORDS = {f"seeds_{on}": DOCS / "results" / f"place_seeds_{on}.json" for 
 GROWTH = "place_dedup_growth"
 GROWN = "Two panels, time of the search and peak memory against GPUs, a line a model"
 MEASURED = DOCS / "results" / "ep_h200x2_gptoss.json"  # of parallel.bench
-# What a reader who does not see the pictures is told.
+# Text for a reader who does not see the pictures.
 NOT_OF_CROSSINGS = ("eplb-nearest", "dedup", "dedup-copies")  # methods for other traffic; their names hide others
 PICTURED = (
     "Load against transitions that change GPU, on the first random half: methods for few crossings as points, "

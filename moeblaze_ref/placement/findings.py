@@ -1,4 +1,4 @@
-"""What a record of `moeblaze place` says, in Markdown, for the pages on placement."""
+"""Findings of a record of `moeblaze place`, in Markdown, for the pages on placement."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

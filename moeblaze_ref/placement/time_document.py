@@ -12,13 +12,13 @@ STREAMS = ("stream_gptoss_8", "stream_lm_4", "dispatch_gptoss_8", "dispatch_gpto
 SHIFTS = ("shift_gptoss_2x4", "shift_lm_4")
 RECORDS = {f"time_{name}": DOCS / "results" / f"place_time_{name}.json" for name in STREAMS + SHIFTS}
 DRAWN = ("time_stream_gptoss_8", "time_stream_lm_4")
-# What a reader who does not see the pictures is told.
+# Text for a reader who does not see the pictures.
 PICTURED = "Load of each batch over the stream, a panel a method, a line for each time between new maps"
 ORIGIN = ("device", "versions", "commit")
 
 
 def blocks() -> dict[str, Callable[[], str]]:
-    """What each block of the page holds, by its name; empty without a record."""
+    """Return the functions that make the blocks of the page, by name; a block without a record is empty."""
     return {name: partial(block, name, path) for name, path in RECORDS.items()}
 
 

@@ -81,7 +81,7 @@ def markdown(columns: Columns, rows: Iterable[Found]) -> str:
 
 
 def pays(rows: Sequence[Found]) -> str:
-    """Say for how many rows with new maps the gain is above the cost of the moves: one sentence, or none."""
+    """Say in how many rows new maps gain time, and in how many they gain more than the moves cost; or nothing."""
     never = {(row["method"], row["dispatch"]): row for row in rows if row["every"] is None}
     renewed = [row for row in rows if row["every"] is not None]
     if not renewed:
@@ -92,8 +92,9 @@ def pays(rows: Sequence[Found]) -> str:
     best = max(stays["ms"] - row["ms"] for row, stays in zip(renewed, kept, strict=True))
     least = min(row["moves_ms"] for row in renewed)
     return (
-        f"Of {len(renewed)} rows with new maps, {faster} have a shorter step than the map that stays, by at most "
-        f"{best:.3f} ms. With the moves, which add at least {least:.3f} ms a batch, {paid} have."
+        f"New maps shorten the step in {faster} of {len(renewed)} rows, by at most {best:.3f} ms. The moves add at "
+        f"least {least:.3f} ms a batch. With the moves, {paid or 'no'} {'row has' if paid < 2 else 'rows have'} a "
+        f"shorter step than the map that stays."
     )
 
 
@@ -109,11 +110,12 @@ def gains(rows: Sequence[Found]) -> str:
 
 
 def largest_loss(rows: Sequence[Found]) -> str:
-    """Name the shift that loses the most time: one sentence."""
+    """Name the shift that loses the most time, and what it loses."""
     worst = max(rows, key=lambda row: row["lost_share"])
     return (
-        f"The largest loss is of `{worst['method']}`, fitted to {worst['fitted']} and evaluated on "
-        f"{worst['evaluated']}: {worst['lost_load']:+.3f} load and {worst['lost_share']:+.2%} time."
+        f"`{worst['method']}` loses most time when it is fitted to *{worst['fitted']}* and evaluated on "
+        f"*{worst['evaluated']}*. Its load changes by {worst['lost_load']:+.3f}, and its step by "
+        f"{worst['lost_share']:+.2%}."
     )
 
 

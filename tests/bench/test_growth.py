@@ -9,7 +9,19 @@ from helpers import assert_told_apart_in_grey, unmarked
 from pretended import BYTES_PER_MS, FLOPS_PER_MS, PretendedDevice
 from typer.testing import CliRunner
 
-from moeblaze_ref.bench import document, growth, growth_page, layer, plan, plots, report, results, roofline, routing
+from moeblaze_ref.bench import (
+    document,
+    findings,
+    growth,
+    growth_page,
+    layer,
+    plan,
+    plots,
+    report,
+    results,
+    roofline,
+    routing,
+)
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core.config import MoEConfig, preset
 from moeblaze_ref.core.paths import DOCS
@@ -216,7 +228,7 @@ def test_the_page_is_what_the_records_give_and_there_is_none_without_them():
     page, paths = DOCS / "growth.md", growth_page.records()
     assert page.exists() == bool(paths) == ("\ngrowth\n" in (DOCS / "index.md").read_text())
     if paths:
-        assert unmarked(page.read_text()) == unmarked(growth_page.page(paths))
+        assert unmarked(page.read_text()) == unmarked(document.grown(paths))
         images = {path.stem for path in (DOCS / "images").glob("growth_*.png")}
         assert images == {growth_page.picture_name(p, axis) for p in paths for axis in _axes(p)}
     assert document.fill("<!-- begin growth -->\n<!-- end growth -->", None).count("growth.md") == bool(paths)
@@ -252,6 +264,19 @@ def test_the_numbers_are_of_the_run_that_is_worst_for_ours():
         "torch.compile": {16: 8.0},
         "torch.compile as a CUDA graph": {16: 7.5},
     }
+
+
+def test_the_page_leads_with_the_range_of_all_axes():
+    rows = [
+        *(made(16, system, step_ms=ms) for system, ms in (("moeblaze", 5.0), (growth.COMPILED, 8.0))),
+        *(made(32, system, axis="k", step_ms=ms) for system, ms in (("moeblaze", 2.0), (growth.COMPILED, 2.5))),
+        *(made(64, system, axis="k", step_ms=None) for system in ("moeblaze", growth.COMPILED)),
+    ]
+    assert findings.growth(growth_page.measured({"rows": rows}), "H100").replace("\n", " ") == (
+        "On an H100, our layer is 1.25 to 1.60 times as fast as torch.compile, over all sizes that we timed with both. "
+        "It reaches 20 to 50% of the roofline: least at L = 16, most at k = 32."
+    )
+    assert findings.growth(growth_page.measured({"rows": rows[-2:]}), "H100") == ""
 
 
 def test_what_does_not_fit_has_no_point_and_says_so():

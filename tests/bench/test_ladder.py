@@ -366,7 +366,7 @@ def test_the_whole_kernel_is_busier_than_one_stage_and_issues_more():
 
 
 def test_where_d_hidden_is_furthest_behind_the_link_is_the_busiest():
-    """As docs/optimisation_log.md supposes from it."""
+    """As docs/cublas_gap.md supposes from it."""
     found = results.load(results.COUNTERS)
     denses = {row["preset"]: row for row in found["rows"] if not row["version"]}
     behind = {name: findings._behind_ms(steps["d_hidden"], denses[name]) for name, steps in counted_by_preset().items()}
@@ -419,6 +419,6 @@ def test_what_the_counters_say_is_computed():
     rows = [counted("expert_down", 80, 1.5, "gmma"), counted("d_hidden", 40, 1.5, findings.WAIT)]
     found = {"rows": [*rows, counted("nvjet", 80, 1.5, "gmma", version="")]}
     of_layer, waits = findings.facts(found).replace("\n  ", " ").splitlines()
-    assert "On tiny, furthest behind: `d_hidden`, 1.00 ms of the 1.00 that" in of_layer
-    assert "least busy: `d_hidden` (40% at 1.50 GHz), busiest: `expert_down` (80% at 1.50 GHz), fastest: " in of_layer
-    assert "first in 1 of 2 launches; of those that gather rows, it has 40 to 40%" in waits and "0 to 0%" in waits
+    assert "On tiny, `d_hidden` is furthest behind. It loses 1.00 of the 1.00 ms that" in of_layer
+    assert "least busy is `d_hidden` (40% at 1.50 GHz), and the busiest is `expert_down` (80% at 1.50 GHz)." in of_layer
+    assert "in 1 of 2 launches. In kernels that gather rows, it takes 40 to 40%" in waits and "0 to 0%" in waits

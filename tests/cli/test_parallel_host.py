@@ -72,7 +72,7 @@ def test_a_record_becomes_a_block(tmp_path):
     place = {"device": "a GPU", "versions": {"numpy": "2"}, "commit": "abc", "preset": "conf3"}
     path.write_text(json.dumps(place | {"rows": rows}))
     text = document.fill(blank, {"host": path})
-    assert "by 2,300 us, 575 torch.adds, without room for its rows, and by 700 us, 175 torch.adds, with room" in text
+    assert "takes the host 2,300 us (575 torch.adds) more than" in text and "700 us (175 torch.adds) more." in text
     assert "- commit: abc" in text
     assert "| ExpertParallelMoE with room | forward | yes | 300 | 75 |  |  |  |" in text
     assert "| ExpertParallelMoE with room | step | yes | 800 | 200 | 211 | 60 | 99 |" in text

@@ -1,4 +1,4 @@
-"""docs/parallel.md says what its records hold."""
+"""docs/parallel_measured.md says what its records hold."""
 
 import json
 
@@ -57,7 +57,8 @@ def test_the_furthest_step_of_each_model_is_named():
     near |= {"modelled_step_ms": 11.49, "simulated_step_ms": 8.51}
     far |= {"modelled_step_ms": 8.49, "simulated_step_ms": 11.48}
     assert findings.furthest(["near", "far"], [near, far]) == (
-        "Furthest from the measured step: modelled, -15.1% for far; simulated, -14.9% for near."
+        "The modelled step is furthest from the measured one for far (-15.1%), "
+        "and the simulated step for near (-14.9%)."
     )
 
 

@@ -371,9 +371,12 @@ def test_empty_columns_are_left_out():
     assert "| greedy | 2,048 tokens | 1.000 | 1.200 | 2.000 | 1.500 | 2.500 | 1.000 | 3.500 | 7 |" in text
     assert time_tables.pays([row]) == ""
     assert time_tables.pays([row, moved]) == (
-        "Of 1 rows with new maps, 1 have a shorter step than the map that stays, by at most 0.500 ms. With the moves, "
-        "which add at least 1.000 ms a batch, 0 have."
+        "New maps shorten the step in 1 of 1 rows, by at most 0.500 ms. The moves add at least 1.000 ms a batch. With "
+        "the moves, no row has a shorter step than the map that stays."
     )
+    free = row | {"every": 4096, "moved": 7, "ms": 2.5, "moves_ms": 0.0, "total_ms": 2.5}
+    assert "With the moves, 1 row has a shorter step" in time_tables.pays([row, moved, free])
+    assert "With the moves, 2 rows have a shorter step" in time_tables.pays([row, free, free])
 
 
 def test_dispatches_stand_beside_even_shares_of_the_same_method():
@@ -392,7 +395,8 @@ def test_the_largest_loss_is_named():
         for name, load, share in (("x", 0.5, 0.01), ("y", 0.25, 0.02))
     ]
     assert time_tables.largest_loss(rows) == (
-        "The largest loss is of `y`, fitted to a and evaluated on b: +0.250 load and +2.00% time."
+        "`y` loses most time when it is fitted to *a* and evaluated on *b*. Its load changes by +0.250, and its step "
+        "by +2.00%."
     )
 
 

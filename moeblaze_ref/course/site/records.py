@@ -35,7 +35,7 @@ KINDS = {
     "train": ("a language model trained with each layer", "[training](training.md)"),
     "paper": ("figures of the papers, measured", "[the papers' figures, measured](paper_measurements.md)"),
     "place": ("placements of experts on GPUs", "[placement](placement.md)"),
-    "ep": ("layers whose experts are on several GPUs, under maps", "[experts on several GPUs](parallel.md)"),
+    "ep": ("layers whose experts are on several GPUs, under maps", "[experts on several GPUs](parallel_measured.md)"),
     "plan": ("plans of whole models beside a GPU", "[will it fit?](plan.md#how-it-is-checked)"),
     "experts": (
         "models cut to two layers, with each implementation of their experts",
