@@ -2,8 +2,8 @@
 
 A runtime brings a token home after each layer. In a layer it sends a token's row once to every GPU that has one of the
 token's experts. So what counts is D, the distinct GPUs of a token, and N, its distinct nodes: means over tokens and
-layers. Source: docs/parallel_measured.md, which measured `parallel.layer`; `parallel.costs` models the same step for windows of
-tokens.
+layers. Source: docs/parallel_measured.md, which measured `parallel.layer`. `parallel.costs` models the same step for
+windows of tokens.
 """
 
 from dataclasses import dataclass
