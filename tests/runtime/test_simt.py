@@ -368,6 +368,26 @@ def test_exchanges_waits_and_copies_are_counted(seed):
     assert report.work.under_way == 3 * 64 * 16  # after the first wait; none after the second
 
 
+@pytest.mark.parametrize(("seed", "reads_too_late"), [(0, False), (1, True), (2, True)])
+def test_a_seed_shows_that_a_copy_replaces_what_is_still_read(seed, reads_too_late):
+    """Both copies of a thread go to one place, and the first is read while the second is under way."""
+    text = """
+    #include "ptx.cuh"
+    extern "C" __global__ void overtakes(const int* x, int* out) {
+        __shared__ int4 stage[32];
+        for (int step = 0; step < 3; ++step) {
+            cp_async_or_zero(&stage[threadIdx.x], x + 4 * (32 * step + threadIdx.x), true);
+            cp_async_commit();
+            cp_async_wait<1>();
+            if (step > 0) out[32 * (step - 1) + threadIdx.x] = stage[threadIdx.x].x;
+        }
+        cp_async_wait<0>();
+    }"""
+    x, out = np.arange(4 * 96, dtype=np.int32), ints(64)
+    run(text, "overtakes", grid=1, block=32, executor=SimtExecutor(seed=seed), x=x, out=out)
+    assert (out.tolist() != x[: 4 * 64 : 4].tolist()) == reads_too_late
+
+
 def test_counts_do_not_depend_on_workers_or_order():
     def count(executor):
         return run(BLOCK_REVERSE, "reverse", grid=9, block=96, executor=executor, data=ints(9 * 96, 3))

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fiber.hpp"
@@ -35,8 +36,11 @@ struct AsyncCopy {
     unsigned bytes;
     unsigned group;
     unsigned number;  // among its thread's
+    bool landed = false;
 
-    void finish() const { from ? (void)memcpy(to, from, bytes) : (void)memset(to, 0, bytes); }
+    void land() {
+        if (!std::exchange(landed, true)) from ? (void)memcpy(to, from, bytes) : (void)memset(to, 0, bytes);
+    }
 };
 
 struct PendingWgmma {
@@ -82,9 +86,9 @@ struct Thread {
 
     template <class Due, class Written>
     void finish_copies(Due due, Written written) {
-        std::erase_if(copies, [&](const AsyncCopy& copy) {
+        std::erase_if(copies, [&](AsyncCopy& copy) {
             if (!due(copy)) return false;
-            copy.finish();
+            copy.land();
             written(copy);
             return true;
         });
@@ -888,7 +892,13 @@ void simt_async_copy(void* shared, const void* global, unsigned bytes) {
     worker->work.copied += bytes;
 }
 
-void simt_async_commit() { ++worker->current->group; }
+// With a seed every second group lands at once: a thread that still reads what a copy replaces reads what it brings.
+void simt_async_commit() {
+    Thread& self = *worker->current;
+    if (worker->launch->seed && (worker->launch->seed + self.group) % 2)
+        for (AsyncCopy& copy : self.copies) copy.land();
+    ++self.group;
+}
 
 void simt_async_wait(unsigned pending_groups) {
     Thread& self = *worker->current;
