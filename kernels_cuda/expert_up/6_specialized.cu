@@ -4,8 +4,8 @@
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1 and 5 (Algorithm 1); the gather inside the load and the split
 //              into producer and consumer: SonicMoE (arXiv 2512.14080).
 // Idea         The loads of 5_tma, in warps of their own: two producer warps fill a ring of stages and run ahead as far
-//              as it reaches, the consumer, a warpgroup, does nothing but multiply. It frees a stage one step late, so
-//              that a product always waits behind the one that the tensor cores work on.
+//              as it reaches, the consumer, a warpgroup, multiplies and at the end stores. It frees a stage one step
+//              late, so that a product always waits behind the one that the tensor cores work on.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI; TILE_ROWS = 128,
 //              TILE_COLUMNS = 128, TILE_DEPTH = 64, THREADS = 192; STAGES; BAND. d and h are multiples of 8.

@@ -180,6 +180,12 @@ ALMOST = {
 
 # Right, with other words than the solution's.
 RIGHT_TOO = {
+    "softmax-mean": (
+        (
+            "(d_gates[token * k + j] - shift) * share_of(of_gates, row[chosen[j]])",
+            "share_of(of_gates, row[chosen[j]]) * (d_gates[token * k + j] - shift)",
+        ),
+    ),
     "gate-gradient": (
         ("token, position = slot // k, token_index_map[slot]", "token = slot // k"),
         ("y[position, ", "y[token_index_map[slot], "),

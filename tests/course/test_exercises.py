@@ -96,6 +96,16 @@ def test_what_the_exercise_is_about_is_seen(name):
         Desk().check(name, changed(EXERCISES[name].solution, [change]))
 
 
+def test_a_copy_into_a_stage_that_is_still_read_is_seen():
+    """One copy more is under way than there are other stages."""
+    text = EXERCISES["async-copies"].solution.replace("step < STAGES - 1;", "step < STAGES;")
+    text = text.replace("step + STAGES - 1", "step + STAGES").replace(
+        "cp_async_wait<STAGES - 1>", "cp_async_wait<STAGES>"
+    )
+    with pytest.raises(Unsolved, match=r"depends on the order of threads \(seed \d\): y\[0, 0\] is"):
+        Desk().check("async-copies", text)
+
+
 @pytest.mark.parametrize("name", RIGHT_TOO)
 def test_a_solution_may_have_other_words(name):
     Desk().check(name, changed(EXERCISES[name].solution, RIGHT_TOO[name]))

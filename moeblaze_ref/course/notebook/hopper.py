@@ -169,12 +169,12 @@ RING_FAULTS = {
     "loads into a stage that is being read": RingFault(
         f"{EMPTY}.parity ^ 1);",
         ";",
-        "the same from the other side: the producers write into a stage whose product has not begun",
+        "the same from the other side: the producers write before the consumer has read",
     ),
     "forgets that rounds alternate": RingFault(
         "state.parity",
         "0",
-        "the same once more: a wait for the first round's phase is over at once in later rounds, so no thread waits",
+        "the same once more: with parity 0 a wait is over at once in every second round, so no thread waits there",
     ),
     "arrives before its copies have landed": RingFault(
         "cp_async_arrive(full);",

@@ -128,7 +128,8 @@ EXERCISES: tuple[Exercise, ...] = (
         difficulty=1,
         kind="numba",
         question="""`out = sum of gates[token, j] * y[row]`, so the gradient of a gate is the scalar product of
-            `d_out[token]` and its row of `y`. A thread has one slot. Compute the gradient of its gate.""",
+            `d_out[token]` and its row of `y`. A thread has one slot, whose row is `token_index_map[slot]`. Compute the
+            gradient of its gate.""",
         task="combine.d_gates",
         kernel=numba_kernel(combine.d_gates_kernel),
         change=(
@@ -222,7 +223,7 @@ EXERCISES: tuple[Exercise, ...] = (
         question="""The launch has four blocks, whatever the sizes are. So a thread has several elements of `d_y`. The
             first is the element with the thread's number, `cuda.grid(1)`. The next ones follow in steps of
             `cuda.gridsize(1)`, the number of all threads. `d_y` of a slot is `gates[token, j] * d_out[token, column]`,
-            at the slot's row. Write the loop.""",
+            at the slot's row, `token_index_map[slot]`. Write the loop.""",
         task="combine.d_y",
         kernel=Kernel("d_y", GRID_STRIDE),
         change=(

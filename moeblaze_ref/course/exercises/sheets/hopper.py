@@ -401,7 +401,9 @@ EXERCISES: tuple[Exercise, ...] = (
         question="""128 threads have put 64 rows of `y_swi` and 128 columns of `w3` into shared memory, 64 of the depth.
             Multiply them by four `wgmma` of depth 16, and wait for the results. A step of 16 is 32 bytes further on in
             `a`, and 16 rows of 128 bytes further on in `b`. The tensor cores do not see by themselves what threads have
-            written: `fence_async_proxy()` orders that before them. Write everything from the fence to the wait.""",
+            written: `fence_async_proxy()` orders that before them. The template arguments of `wgmma_m64n128k16` are
+            the type, and for each operand `false` if its memory runs along the depth. That of `a` does, that of `b`
+            does not. Write everything from the fence to the wait.""",
         task="expert_down",
         kernel=Kernel(
             "expert_down",

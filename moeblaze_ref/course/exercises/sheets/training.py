@@ -96,7 +96,7 @@ EXERCISES: tuple[Exercise, ...] = (
         kernel=D_LOGITS,
         change=("2.0f * per_token * d_router_z_loss[0]", "2.0f * d_router_z_loss[0]"),
         budgets=("written <= 4 L E + 4 R",),
-        division=("accesses <= 7 E + 12 k + 2", "barriers <= 0", "threads >= L"),
+        division=("accesses <= 7 E + 12 k + 3", "barriers <= 0", "threads >= L"),
         hints=(
             "By which factor is the gradient too large?",
             "`per_token` is `1 / L`. Which of the two losses uses it?",
@@ -120,8 +120,8 @@ EXERCISES: tuple[Exercise, ...] = (
             "share_of(of_gates, row[chosen[j]]);\n",
             "    // Your part: add p * d_p of each of the k choices to the mean.\n",
         ),
-        budgets=("written <= 4 L E + 4 R", "read of d_gates <= 8 R"),
-        division=("accesses <= 7 E + 12 k + 2", "barriers <= 0", "threads >= L"),
+        budgets=("written <= 4 L E + 4 R", "read of d_gates <= 8 R + 4 L"),
+        division=("accesses <= 7 E + 12 k + 3", "barriers <= 0", "threads >= L"),
         hints=(
             "Only chosen experts have a `d_p` that is not 0, so the loop has `k` turns.",
             "Loop over `j` and add `(d_gates[token * k + j] - shift)` times the share of that choice's logit.",

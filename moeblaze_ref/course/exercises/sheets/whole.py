@@ -145,9 +145,9 @@ EXERCISES: tuple[Exercise, ...] = (
         title="One more forward",
         difficulty=2,
         question="""Each layer of Qwen3-30B-A3B is under a checkpoint. It keeps its input `(L, d)` in bfloat16, and its
-            backward begins with its forward once more. The head is under none. A backward has twice the FLOPs
-            of its forward. How many bytes of inputs do the layers keep? By which share does a step's work
-            grow?""",
+            backward begins with its forward once more. The head is under none. A backward has twice the FLOPs of its
+            forward; `layers_flops` and `head_flops` are those of one forward. How many bytes of inputs do the layers
+            keep? By which share does a step's work grow?""",
         given={
             "layers": len(QWEN.layers),
             "L": STEP.sequence,
