@@ -368,8 +368,8 @@ def test_exchanges_waits_and_copies_are_counted(seed):
     assert report.work.under_way == 3 * 64 * 16  # after the first wait; none after the second
 
 
-@pytest.mark.parametrize(("seed", "reads_too_late"), [(0, False), (1, True), (2, True)])
-def test_a_seed_shows_that_a_copy_replaces_what_is_still_read(seed, reads_too_late):
+@pytest.mark.parametrize(("seed", "reads_too_late"), [(0, False), (1, False), (2, True)])
+def test_an_even_seed_shows_that_a_copy_replaces_what_is_still_read(seed, reads_too_late):
     """Both copies of a thread go to one place, and the first is read while the second is under way."""
     text = """
     #include "ptx.cuh"

@@ -892,10 +892,11 @@ void simt_async_copy(void* shared, const void* global, unsigned bytes) {
     worker->work.copied += bytes;
 }
 
-// With a seed every second group lands at once: a thread that still reads what a copy replaces reads what it brings.
+// With an even seed every second group lands at once: a thread that still reads what a copy replaces reads what it
+// brings. Other seeds land none, so that a wait that is too short shows.
 void simt_async_commit() {
     Thread& self = *worker->current;
-    if (worker->launch->seed && (worker->launch->seed + self.group) % 2)
+    if (worker->launch->seed && worker->launch->seed % 2 == 0 && self.group % 2)
         for (AsyncCopy& copy : self.copies) copy.land();
     ++self.group;
 }

@@ -41,8 +41,8 @@ int simt_barrier(SimtBlockOp op, int predicate, SimtSite site);
 void simt_access(const volatile void* address, unsigned bytes, SimtAccess access);
 void simt_access_range(const void* address, uint64_t bytes, SimtAccess access, const void* instruction);
 
-// cp.async: a copy is checked and counted when it is asked for, and done when it is waited for; with a seed, in every
-// second group, when the group is committed. From null: zeros.
+// cp.async: a copy is checked and counted when it is asked for, and done when it is waited for; with an even seed, in
+// every second group, when the group is committed. From null: zeros.
 void simt_async_copy(void* shared, const void* global, unsigned bytes);
 void simt_async_commit();
 void simt_async_wait(unsigned pending_groups);
