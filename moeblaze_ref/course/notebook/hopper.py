@@ -136,17 +136,18 @@ def column_reads(chunk: int) -> dict[str, SharedTraffic]:
 
 # The ring of stages ---------------------------------------------------------------------------------------------------
 
-RING, RING_KERNEL = "expert_up/6_specialized.cu", "expert_up"
+RING = "expert_up/6_specialized.cu"
 RING_STEPS = 8
 EVENTS = ("loads", "multiplies", "releases")
-FULL, EMPTY = "barrier_wait(&shared.full[state.stage], state.parity);", "barrier_wait(&shared.empty[state.stage], state"
+FULL = "barrier_wait(&shared.full[state.stage], state.parity);"
+EMPTY = "barrier_wait(&shared.empty[state.stage], state.parity ^ 1);"
 RELEASE = "if (step > 0 && lane_id() == 0) barrier_arrive(read);"
 # Added to the kernel, in the lines that are there: one thread of each role writes its events into a log. The last stage
 # is not given back.
 LOGGED = {
     "int d, int h, int E) {": "int d, int h, int E, int* log) { auto note = [&](int event, int step) { "
     "const int line = atomicAdd(log, 1); log[1 + 2 * line] = event; log[2 + 2 * line] = step; };",
-    f"{EMPTY}.parity ^ 1);": f"{EMPTY}.parity ^ 1); if (threadIdx.x == WARPGROUP) note(0, step);",
+    EMPTY: f"{EMPTY} if (threadIdx.x == WARPGROUP) note(0, step);",
     FULL: f"{FULL} if (threadIdx.x == 0) note(1, step);",
     RELEASE: f"if (step > 0 && threadIdx.x == 0) note(2, step - 1); {RELEASE}",
 }
@@ -167,7 +168,7 @@ RING_FAULTS = {
         "the consumer's fence comes before a producer's copy, so nothing orders the copy before the product",
     ),
     "loads into a stage that is being read": RingFault(
-        f"{EMPTY}.parity ^ 1);",
+        EMPTY,
         ";",
         "the same from the other side: the producers write before the consumer has read",
     ),
@@ -239,7 +240,7 @@ def run_ring(stages: int, steps: int = RING_STEPS, fault: RingFault | None = Non
     log = np.zeros(1 + 2 * len(EVENTS) * steps, np.int32)
     text = edited(RING, kernel_text(RING), {fault.right: fault.wrong} if fault else {})
     executor.load(RING, text=_logged(text), **gemm.constants("bfloat16", "swiglu", tile)).launch(
-        RING_KERNEL,
+        "expert_up",
         **gemm.rows_launch(executor, "6_specialized", dispatch, h, tile, results=2),
         x=x,
         w1=executor.tensor_map(w1, gemm.WEIGHTS_BOX),
