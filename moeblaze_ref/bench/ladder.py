@@ -194,8 +194,8 @@ class Trial:
             a, b, y_swi = expert_up.forward.unchecked(
                 i.x, i.w1, i.w2, i.dispatch, kind, stores, executor, self.step.version
             )
-            act_a = None if self.step.fused else activation.act.unchecked(a, kind, executor)
-        a, b, y_swi, act_a = map(self.bridge.tensor, (a, b, y_swi, act_a))
+            act_a = None if self.step.fused or a is None else activation.act.unchecked(a, kind, executor)
+        a, b, y_swi, act_a = self.bridge.tensors((a, b, y_swi, act_a))
         if act_a is not None:
             y_swi = act_a if b is None else act_a * b
         return tuple(made for made in (a, b, y_swi) if made is not None)

@@ -1,9 +1,13 @@
-"""Queries of an array that work alike for numpy, CuPy and torch. No other module handles their differences."""
+"""Queries of an array that work alike for numpy, CuPy and torch. No other module handles their differences.
+
+A variable ``own`` is an array with what its own library adds to `Array`.
+"""
 
 import functools
 import math
 import sys
 from types import ModuleType
+from typing import Any
 
 from moeblaze_ref.core.structures import Array
 
@@ -28,16 +32,18 @@ def has_values(array: Array) -> bool:
 
 def address_of(array: Array) -> int:
     """Where an array begins, on its device; 0, which every alignment divides, if it has no memory."""
-    if hasattr(array, "data_ptr"):  # torch's: the module does without importing torch
-        address: int = 0 if hasattr(array, "fake_mode") else array.data_ptr()  # `has_values`, without a call
+    own: Any = array
+    if hasattr(own, "data_ptr"):  # torch's: the module does without importing torch
+        address: int = 0 if hasattr(own, "fake_mode") else own.data_ptr()  # `has_values`, without a call
     else:
-        address = array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr
+        address = own.ctypes.data if hasattr(own, "ctypes") else own.data.ptr
     return address
 
 
 def strides_of(array: Array) -> tuple[int, ...]:
     """Bytes from one element to the next along each axis."""
-    return tuple(step * array.itemsize for step in array.stride()) if hasattr(array, "stride") else tuple(array.strides)
+    own: Any = array
+    return tuple(step * own.itemsize for step in own.stride()) if hasattr(own, "stride") else tuple(own.strides)
 
 
 def pitch_of(rows: Array) -> int:
@@ -45,16 +51,18 @@ def pitch_of(rows: Array) -> int:
     count, width = rows.shape
     if count < 2:
         return int(width)
-    return int(rows.stride(0) if hasattr(rows, "stride") else rows.strides[0] // rows.itemsize)
+    own: Any = rows
+    return int(own.stride(0) if hasattr(own, "stride") else own.strides[0] // own.itemsize)
 
 
 def part_of(array: Array, axis: int, first: int, count: int) -> Array:
     """A view of some elements along an axis. Torch without CUDA has no slices of a GPU's tensor without memory."""
-    if hasattr(array, "narrow"):
-        return array.narrow(axis, first, count)
-    part = [slice(None)] * array.ndim
-    part[axis] = slice(first, first + count)
-    return array[tuple(part)]
+    own: Any = array
+    if hasattr(own, "narrow"):
+        part: Array = own.narrow(axis, first, count)
+    else:
+        part = own[(*[slice(None)] * (axis % own.ndim), slice(first, first + count))]
+    return part
 
 
 def with_gaps(rows: Array, width: int) -> Array:
@@ -62,8 +70,10 @@ def with_gaps(rows: Array, width: int) -> Array:
 
     A view would keep the memory: autograd frees a saved tensor's, but not that of the tensor it is a view of.
     """
-    if hasattr(rows, "as_strided_"):
-        return rows.as_strided_((*rows.shape[:-1], width), rows.stride())
+    own: Any = rows
+    if hasattr(own, "as_strided_"):
+        own.as_strided_((*own.shape[:-1], width), own.stride())
+        return rows
     return part_of(rows, -1, 0, width)
 
 
@@ -75,32 +85,37 @@ def whole_rows(rows: Array) -> Array:
     """
     if is_contiguous(rows):
         return rows
-    (count, width), itemsize = rows.shape, rows.dtype.itemsize
-    if hasattr(rows, "as_strided"):
-        pitch, step = rows.stride()
-        end = (rows.storage_offset() + count * pitch) * itemsize
-        fits = step == 1 and end <= rows.untyped_storage().nbytes()
+    own: Any = rows
+    (count, width), itemsize = own.shape, own.dtype.itemsize
+    if hasattr(own, "as_strided"):
+        pitch, step = own.stride()
+        end = (own.storage_offset() + count * pitch) * itemsize
+        fits = step == 1 and end <= own.untyped_storage().nbytes()
     else:
-        pitch, step = (stride // itemsize for stride in rows.strides)
-        fits = step == 1 and address_of(rows) + count * pitch * itemsize <= _end_of_memory(rows)
+        pitch, step = (stride // itemsize for stride in own.strides)
+        fits = step == 1 and address_of(own) + count * pitch * itemsize <= _end_of_memory(own)
     if not fits or pitch < width or pitch * itemsize % 16:
         return rows
-    if hasattr(rows, "as_strided"):
-        return rows.as_strided((count, pitch), (pitch, 1))
-    return library_of(rows).lib.stride_tricks.as_strided(rows, (count, pitch))
+    if hasattr(own, "as_strided"):
+        whole: Array = own.as_strided((count, pitch), (pitch, 1))
+    else:
+        whole = library_of(own).lib.stride_tricks.as_strided(own, (count, pitch))
+    return whole
 
 
 def _end_of_memory(array: Array) -> float:
     """The address behind what numpy or CuPy has allocated for an array; infinity if someone else has."""
-    while isinstance(array.base, type(array)):
-        array = array.base
-    owned = getattr(array.flags, "owndata", False)
-    return address_of(array) + array.nbytes if owned else float("inf")
+    own: Any = array
+    while isinstance(own.base, type(own)):
+        own = own.base
+    owned = getattr(own.flags, "owndata", False)
+    return address_of(own) + int(own.nbytes) if owned else float("inf")
 
 
 def is_contiguous(array: Array) -> bool:
     """Return True if the array is C-contiguous: laid out row by row, without gaps."""
-    found: bool = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+    own: Any = array
+    found: bool = own.is_contiguous() if hasattr(own, "is_contiguous") else own.flags.c_contiguous
     return found
 
 
@@ -111,9 +126,19 @@ def is_writable(array: Array) -> bool:
 
 def take_columns(array: Array, columns: Array) -> Array:
     """``array[i, columns[i, j]]`` (n, k) of an array (n, m)."""
-    if hasattr(array, "gather"):
-        return array.gather(1, columns.long())
-    return library_of(array).take_along_axis(array, columns.astype("int64"), axis=1)
+    own: Any = array
+    own_columns: Any = columns
+    if hasattr(own, "gather"):
+        taken: Array = own.gather(1, own_columns.long())
+    else:
+        taken = library_of(own).take_along_axis(own, own_columns.astype("int64"), axis=1)
+    return taken
+
+
+def copy_of(array: Array) -> Any:
+    """A new array of the same values."""
+    own: Any = array
+    return own.clone() if hasattr(own, "clone") else own.copy()
 
 
 def library_of(array: Array) -> ModuleType:

@@ -11,8 +11,8 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from moeblaze_ref.core.arrays import copy_of, is_contiguous, is_writable, strides_of
 from moeblaze_ref.core.arrays import dtype_of as dtype_of  # other folders use checks.dtype_of
-from moeblaze_ref.core.arrays import is_contiguous, is_writable, strides_of
 from moeblaze_ref.core.structures import EMPTY, Array, Dispatch
 
 # Rows and blocks are numbered by int32, and a kernel's last tile may reach up to 1,023 beyond them.
@@ -85,7 +85,7 @@ def check_scalar(name: str, value: Any) -> None:
         check_number(name, value)
 
 
-def check_positive(name: str, value: Any) -> float:
+def check_positive(name: str, value: object) -> float:
     """``value`` as a finite float above zero."""
     number = check_number(name, value)
     if number <= 0:
@@ -93,7 +93,7 @@ def check_positive(name: str, value: Any) -> float:
     return number
 
 
-def check_within(name: str, value: Any, at_least: float, at_most: float = math.inf) -> float:
+def check_within(name: str, value: object, at_least: float, at_most: float = math.inf) -> float:
     """``value`` as a finite float within [at_least, at_most]."""
     number = check_number(name, value)
     if not at_least <= number <= at_most:
@@ -143,7 +143,8 @@ def _at(name: str, index: tuple[int, ...]) -> str:
 
 def numbers_of(indices: Array) -> Array:
     """0, 1, ...: the place of each of the ``indices`` (n,), none negative; an array of their kind."""
-    return (indices >= 0).nonzero()[0]
+    numbers: Array = (indices >= 0).nonzero()[0]
+    return numbers
 
 
 def check_topk_experts(topk_experts: Array, num_experts: int) -> None:
@@ -200,13 +201,13 @@ def check_distinct_rows(name: str, chosen: Array) -> None:
 
 def _first_repeated(topk_experts: Array) -> tuple[int, int] | tuple[None, None]:
     """(token, expert) of the first row that names an expert twice; (None, None) if there is none. ``EMPTY`` is none."""
-    ordered = topk_experts.copy()
+    ordered = copy_of(topk_experts)
     ordered.sort(axis=1)
     repeated = first((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != EMPTY))
     return (repeated[0], int(ordered[repeated])) if repeated else (None, None)
 
 
-def check_counts(counts: Sequence[Any], num_tokens: int, num_experts: int, k: int) -> tuple[int, ...]:
+def check_counts(counts: Sequence[object], num_tokens: int, num_experts: int, k: int) -> tuple[int, ...]:
     """Rows of each expert as E ints in 0..L (an expert's tokens are distinct) that add up to L * k."""
     if len(counts) != num_experts:
         raise ValueError(f"counts has {len(counts)} entries, but there are {num_experts} experts")
@@ -259,8 +260,7 @@ def check_equal(name: str, array: Array, expected: Array) -> None:
 def check_finite(name: str, array: Array) -> None:
     """``array`` holds no NaN and no infinity."""
     bad = ~(abs(array) < float("inf"))
-    if array.size and bool(bad.any()):
-        index = first(bad)
+    if index := first(bad):
         raise ValueError(f"{_at(name, index)} is {float(array[index])}, but {name} must be finite")
 
 
@@ -310,7 +310,8 @@ def check_index(name: str, indices: Array, limit: int, what: str) -> None:
 
 
 def _outside(indices: Array, limit: int) -> Array:
-    return (indices < 0) | (indices >= limit)
+    outside: Array = (indices < 0) | (indices >= limit)
+    return outside
 
 
 def _refuse(name: str, indices: Array, outside: Array, limit: int, what: str) -> None:

@@ -1,8 +1,11 @@
 """How models store their experts' weights: both up-projections in one tensor, ``gate_up``, and ``down``."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from moeblaze_ref.core.structures import Array
+
+Kind = TypeVar("Kind", bound=Array)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Layout:
         d, hidden = (columns, rows) if self.transposed else (rows, columns)
         return d, hidden // (1 + gated)
 
-    def stored(self, gate_up: Array) -> tuple[Array, Array]:
+    def stored(self, gate_up: Kind) -> tuple[Kind, Kind]:
         """Return w1 and w2 of a gated activation as they are stored: views of gate_up."""
         if self.interleaved:
             return gate_up[:, :, 0::2], gate_up[:, :, 1::2]

@@ -344,7 +344,7 @@ def parse(name: str, text: str | bytes) -> Any:
         raise ValueError(f"{name} is not JSON: {error}") from None
 
 
-def check_object(name: str, found: Any, keys: Collection[str]) -> dict[str, Any]:
+def check_object(name: str, found: object, keys: Collection[str]) -> dict[str, Any]:
     """``found`` if it is an object with these keys."""
     if not isinstance(found, dict):
         wanted = f"have {', '.join(sorted(keys))}" if keys else "be one"
@@ -354,7 +354,7 @@ def check_object(name: str, found: Any, keys: Collection[str]) -> dict[str, Any]
     return found
 
 
-def check_list(name: str, found: Any) -> list[Any]:
+def check_list(name: str, found: object) -> list[Any]:
     """``found`` if it is a list."""
     if not isinstance(found, list):
         raise ValueError(f"{name} is not a list")

@@ -108,7 +108,7 @@ class Router:
                 f"1..{available}"
             )
 
-    def check_bias(self, name: str, bias: Any) -> None:
+    def check_bias(self, name: str, bias: object) -> None:
         """Check that ``logit_bias`` or ``selection_bias``, by ``name``, is there exactly if the router adds one.
 
         Raises

@@ -6,6 +6,7 @@ The contracts come last, after the checks that they name.
 from dataclasses import replace
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.arrays import copy_of
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.contract import ROUTING, Arguments, Contract, Structure, Tensor, Value
 from moeblaze_ref.core.stage_contracts import ACTIVATION, DISPATCH, GATES, NO_GATE, UNGATED, W1, W2, W3, Dtypes
@@ -22,9 +23,9 @@ def check_block(block: int, h: int | None = None) -> int:
     return block
 
 
-def _owned(first: Array, end: Array) -> str:
+def _owned(first: int, end: int) -> str:
     """The numbers first to end, without end, in words."""
-    return f"{int(first)}..{int(end) - 1}" if first < end else "none"
+    return f"{first}..{end - 1}" if first < end else "none"
 
 
 # Padded bins ----------------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def _check_inverse(bins: PaddedBins) -> None:
 
 def _check_padding_last(bins: PaddedBins) -> None:
     """Slots ascend inside a group, and padding follows them."""
-    order = bins.slots.copy()
+    order = copy_of(bins.slots)
     order[order == EMPTY] = bins.R  # after every slot
     falls = order[1:] < order[:-1]
     begins = bins.padded_offsets[(bins.padded_offsets > 0) & (bins.padded_offsets < bins.P)]
@@ -139,7 +140,7 @@ def _check_rows(topology: Topology) -> None:
         row = int(topology.row_indices[block])
         raise ValueError(
             f"row_indices[{block}] is {row}, but by row_offsets the blocks of block row {row} are "
-            f"{_owned(first[block], end[block])}"
+            f"{_owned(int(first[block]), int(end[block]))}"
         )
 
 
@@ -162,7 +163,7 @@ def _check_columns(topology: Topology) -> None:
     if (at := checks.first_place((number < first) | (number >= end))) is not None:
         raise ValueError(
             f"transpose_indices[{at}] is {int(order[at])}, a block of block column {int(columns[at])}, but by "
-            f"column_offsets the places of that column are {_owned(first[at], end[at])}"
+            f"column_offsets the places of that column are {_owned(int(first[at]), int(end[at]))}"
         )
 
 

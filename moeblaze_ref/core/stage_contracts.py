@@ -6,6 +6,7 @@ A layer checks its own arguments, and its stages make the rest: it calls the fun
 from dataclasses import replace
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.arrays import copy_of
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.core.contract import INT32, ROUTING, Arguments, Contract, Structure, Tensor, Value
 from moeblaze_ref.core.routers import Router
@@ -610,7 +611,7 @@ def check_write_indices(dense_map: Array, location_map: Array, topk_experts: Arr
     checks.check_shape("location_map", location_map, {"L": dense_map.shape[0], "E": dense_map.shape[1]})
     routed = dense_map != EMPTY
     lengths = routed.sum(axis=0)
-    valid_locations = location_map.copy()
+    valid_locations = copy_of(location_map)
     valid_locations[...] = lengths.cumsum() - lengths + routed.cumsum(axis=0) - routed
     checks.check_equal("location_map", location_map, valid_locations)
 
@@ -622,7 +623,7 @@ def _check_map_of(dense_map: Array, topk_experts: Array) -> None:
     checks.check_topk_experts(topk_experts, num_experts)
     checks.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
     tokens = checks.numbers_of(topk_experts[:, 0])[:, None]  # (L, 1)
-    valid_map = dense_map.copy()
+    valid_map = copy_of(dense_map)
     valid_map.fill(EMPTY)
     valid_map[tokens, topk_experts] = tokens
     checks.check_equal("dense_map", dense_map, valid_map)
@@ -632,7 +633,7 @@ def _check_offsets_of(offsets: Array, dense_map: Array) -> None:
     """offsets (E + 1,) are those that the second step makes of dense_map (L, E)."""
     checks.check_array("offsets", offsets, rank=1, dtypes=("int32",), contiguous=False)
     checks.check_shape("offsets", offsets, {"E + 1": dense_map.shape[1] + 1})
-    valid_offsets = offsets.copy()
+    valid_offsets = copy_of(offsets)
     valid_offsets[:1] = 0
     valid_offsets[1:] = (dense_map != EMPTY).sum(axis=0).cumsum()
     checks.check_equal("offsets", offsets, valid_offsets)

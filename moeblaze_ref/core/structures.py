@@ -1,13 +1,66 @@
 """The router's decision, and the four index structures made from it (MoEBlaze, sections 2 and 4.1)."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
+
+class Array(Protocol):
+    """An array of the backend's own: what arrays of numpy, CuPy and Numba and torch's tensors have in common.
+
+    An operation returns an array of the same library, whose type is not known here.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along every axis."""
+
+    @property
+    def dtype(self) -> Any:
+        """Type of an element, as the library spells it; `core.arrays.dtype_of` returns its name."""
+
+    @property
+    def ndim(self) -> int:
+        """Axes."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+
+    @property
+    def T(self) -> Any:
+        """A view with the axes in the other order."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+    def __eq__(self, other: Any, /) -> Any: ...
+    def __ne__(self, other: Any, /) -> Any: ...
+    def __lt__(self, other: Any, /) -> Any: ...
+    def __le__(self, other: Any, /) -> Any: ...
+    def __gt__(self, other: Any, /) -> Any: ...
+    def __ge__(self, other: Any, /) -> Any: ...
+    def __add__(self, other: Any, /) -> Any: ...
+    def __mul__(self, other: Any, /) -> Any: ...
+    def __mod__(self, other: Any, /) -> Any: ...
+    def __floordiv__(self, other: Any, /) -> Any: ...
+    def __abs__(self) -> Any: ...
+    def __array__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def reshape(self, *args: Any, **kwargs: Any) -> Any: ...
+    def any(self, *args: Any, **kwargs: Any) -> Any: ...
+    def sum(self, *args: Any, **kwargs: Any) -> Any: ...
+    def nonzero(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+A_co = TypeVar("A_co", bound=Array, covariant=True)  # one library's arrays
+
 EMPTY = -1  # in place of an index: there is none, such as of a token in the dense map that does not go to this expert
-
 
 HIDDEN = ("a", "b", "y_swi")  # what the up-projection computes for every routed row
 
@@ -49,7 +102,7 @@ class IndexArrays:
         """Make the structure of its arrays, found by name among others, and its numbers: the inverse of `arrays`."""
         return cls(**{name: arrays[name] for name in _array_names(cls)}, **numbers)
 
-    def map(self, convert: Callable[[Array], Array]) -> Self:
+    def map(self, convert: Callable[[Any], Array]) -> Self:
         """The same with every array converted, such as to another backend's kind."""
         return replace(self, **{name: convert(array) for name, array in self.arrays().items()})
 
@@ -200,7 +253,7 @@ class Topology(IndexArrays):
     @cached_property
     def shape(self) -> tuple[int, int]:
         """Rows M and columns N of the matrix, in elements."""
-        return tuple(self.block * (offsets.shape[0] - 1) for offsets in (self.row_offsets, self.column_offsets))
+        return self.block * (_extent(self.row_offsets) - 1), self.block * (_extent(self.column_offsets) - 1)
 
 
 # GShard (arXiv 2006.16668), section 2.2 -----------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class RoutingTrace:
 
 def _check_layers(topk: np.ndarray) -> None:
     """A recorder that misses a layer leaves it empty: every id negative."""
-    missing = checks.first_place((topk < 0).all(axis=(0, 2))) if len(topk) else None
+    missing = checks.first_place(np.all(topk < 0, axis=(0, 2))) if len(topk) else None
     if missing is not None:
         raise ValueError(f"topk[:, {missing}] names no expert at all: this layer was not recorded")
 

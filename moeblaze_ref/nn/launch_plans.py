@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum, auto
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ref.nn.torch_node import Backward, Forward, System
+from moeblaze_ref.core.structures import Array
+from moeblaze_ref.nn.torch_node import Backward, Forward, Operands, System
 from moeblaze_ref.nn.torch_operands import layouts_of
 from moeblaze_ref.runtime.launch_plan import NoPlan, Plan, Recorder, recording, without_overlap
 from moeblaze_ref.runtime.simt.build import SimtCompileError
@@ -29,8 +30,8 @@ from moeblaze_ref.runtime.torch_executor import TorchExecutor
 CAPACITY = 1024  # plans that are kept, those used last
 log = logging.getLogger(__name__)
 
-Inputs = list[Tensor | None]
-Results = Sequence[Tensor | None]
+Inputs = list[Any]  # tensors or None
+Results = Sequence[Any]  # tensors or None
 Form = Callable[[Results], Any]  # makes of a plan's results what the call returns
 
 
@@ -133,7 +134,7 @@ def without_launch_plans() -> Iterator[None]:
         _allowed.reset(token)
 
 
-def planned(system: System, layouts: Any = None) -> System:
+def planned(system: System[Operands], layouts: Any = None) -> System[Operands]:
     """Return the system with launch plans if they are in use, and this thread does not go without them.
 
     ``layouts`` are those of what its forward will be given, if they are known: `torch_operands.layouts_of`.
@@ -141,13 +142,13 @@ def planned(system: System, layouts: Any = None) -> System:
     return Planned(system, layouts) if _in_use and _allowed.get() else system
 
 
-class Planned(NamedTuple):
+class Planned(NamedTuple, Generic[Operands]):
     """A system whose calls replay plans where there are any."""
 
-    system: System
+    system: System[Operands]
     layouts: Any
 
-    def forward(self, bridge: Bridge, x: Any, weights: Any, topk_experts: Any) -> Forward:
+    def forward(self, bridge: Bridge, x: Array, weights: Operands, topk_experts: Array | None) -> Forward:
         """Run the system's forward, or replay it."""
         executor, system, kind = _planner(bridge), self.system, type(weights)
         if executor is None:
@@ -161,9 +162,10 @@ class Planned(NamedTuple):
         found: Forward = _call(executor, system, (kind, self.layouts or layouts_of(inputs)), inputs, run, _flat)
         return found
 
-    def backward(self, bridge: Bridge, given: Backward) -> Results:
+    def backward(self, bridge: Bridge, given: Backward[Operands]) -> Results:
         """Run the system's backward, or replay it."""
-        executor, system, kind = _planner(bridge), self.system, type(given.weights)
+        executor, system = _planner(bridge), self.system
+        kind: Any = type(given.weights)
         if executor is None or given.counts is not None:
             return system.backward(bridge, given)
         losses, names = tuple(given.d_losses), tuple(given.arrays)
@@ -206,7 +208,7 @@ def _planner(bridge: Bridge) -> TorchExecutor | None:
 
 def _call(
     executor: TorchExecutor,
-    system: System,
+    system: System[Any],
     how: tuple[Any, ...],
     inputs: Inputs,
     run: Callable[[Inputs], Any],
@@ -226,7 +228,7 @@ def _call(
 
 def _record(
     executor: TorchExecutor,
-    system: System,
+    system: System[Any],
     key: Any,
     inputs: Inputs,
     run: Callable[[Inputs], Any],
@@ -243,7 +245,7 @@ def _record(
     return value
 
 
-def _own_tensors(system: System) -> list[Tensor]:
+def _own_tensors(system: System[Any]) -> list[Tensor]:
     """Return the tensors of a system besides the call's inputs: its fields, and the buffers of fields that are modules.
 
     Such a buffer is written in place: a plan keeps the tensor, and its key has the module.

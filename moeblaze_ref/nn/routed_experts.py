@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
@@ -61,7 +62,7 @@ class RoutedExperts(nn.Module):
         k: int,
         activation: str = "swiglu",
         renormalize: bool = False,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         hosted: int | None = None,
         router: Router | str | None = None,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
@@ -33,7 +34,7 @@ class MegaBlocks(NamedTuple):
     block: int
     version: str | None
 
-    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
+    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights[Array], topk_experts: Array | None) -> Forward:
         k, activation, renormalize, block, version = self
         stages = raw_layer.stages_for(x, weights, bridge.executor)
         dispatch, gates, *losses = layer.route(stages, x, weights.wg, k, renormalize, topk_experts)
@@ -43,17 +44,18 @@ class MegaBlocks(NamedTuple):
         out, balance, z = bridge.tensors([out, *losses])
         return Forward(out, balance, z, saved["token_expert_indices"].view(-1, k), saved)
 
-    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+    def backward(self, bridge: Bridge, given: Backward[MoEWeights[Array]]) -> Sequence[Array | None]:
         x, wanted = given.x, given.wanted
-        weights: MoEWeights = given.weights
+        weights = given.weights
         chosen = given.arrays["token_expert_indices"].reshape(len(x), self.k)
         of_experts = wanted - {"d_wg"}
         if wanted & {"d_x", "d_wg"}:
             of_experts.add("d_gates")  # through which the router hears of the output
         experts = _experts_backward(self, bridge, given, self.k, weights[1:], of_experts)
-        stages, operands = raw_layer.stages_for(x, weights, bridge.executor), (x, weights.wg, chosen, self.renormalize)
-        gradients = experts.d_x, experts.d_gates
-        d_x, d_wg = layer.router_gradients(stages, *gradients, *operands, wanted=wanted, **given.d_losses)
+        stages, gradients = raw_layer.stages_for(x, weights, bridge.executor), (experts.d_x, experts.d_gates)
+        d_x, d_wg = layer.router_gradients(
+            stages, *gradients, x, weights.wg, chosen, self.renormalize, wanted=wanted, **given.d_losses
+        )
         return d_x, d_wg, experts.d_w1, experts.d_w2, experts.d_w3
 
 
@@ -64,7 +66,7 @@ class MegaBlocksExperts(NamedTuple):
     block: int
     version: str | None
 
-    def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands, topk_experts: Array | None) -> Forward:
+    def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands[Array], topk_experts: Array | None) -> Forward:
         weights, executor = operands[:3], bridge.executor
         dispatch = raw_layer.stages_for(x, operands, executor).dispatch.build(topk_experts, operands.w1.shape[0])
         sparse = block_sparse.stages_for(x, self.block, executor, self.version)
@@ -74,8 +76,8 @@ class MegaBlocksExperts(NamedTuple):
         del saved["gates"]  # an operand
         return Forward(bridge.tensor(out), None, None, None, bridge.by_name(saved))
 
-    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
-        operands: ExpertOperands = given.weights
+    def backward(self, bridge: Bridge, given: Backward[ExpertOperands[Array]]) -> Sequence[Array | None]:
+        operands = given.weights
         given.arrays["gates"] = gates = operands.topk_weights
         of_experts = {"d_gates" if name == "d_topk_weights" else name for name in given.wanted}
         found = _experts_backward(self, bridge, given, gates.shape[1], operands[:3], of_experts)
@@ -85,7 +87,7 @@ class MegaBlocksExperts(NamedTuple):
 def _experts_backward(
     system: MegaBlocks | MegaBlocksExperts,
     bridge: Bridge,
-    given: Backward,
+    given: Backward[Any],
     k: int,
     weights: tuple[Array, Array | None, Array],
     wanted: set[str],
@@ -155,7 +157,7 @@ class BlockSparseMoE(KernelMoE):
         renormalize: bool = False,
         block: int = block_sparse.BLOCK,
         version: str | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         router: Router | str | None = None,
         shared: Shared | None = None,
@@ -166,10 +168,10 @@ class BlockSparseMoE(KernelMoE):
             version if version is None else checks.check_name("version of block_sparse", version, block_sparse.VERSIONS)
         )
 
-    def _system(self, x: Tensor, weights: MoEWeights) -> System:
+    def _system(self, x: Tensor, weights: MoEWeights[Tensor]) -> System[MoEWeights[Array]]:
         return self._kind(self.k, self.activation, self.renormalize, self.block, self.version)
 
-    def _experts(self, x: Tensor, operands: ExpertOperands) -> System:
+    def _experts(self, x: Tensor, operands: ExpertOperands[Tensor]) -> System[ExpertOperands[Array]]:
         return self._kind_of_experts(self.activation, self.block, self.version)
 
     def extra_repr(self) -> str:

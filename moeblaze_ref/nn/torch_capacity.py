@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.types import Device
 
 from moeblaze_ref.core.routers import Router, Shared
 from moeblaze_ref.core.structures import EMPTY
@@ -65,7 +66,7 @@ class CapacityMoE(MoEModule):
         renormalize: bool = False,
         capacity_factor: float | str = capacity.DEFAULT_FACTOR,
         drop_policy: str = "by_gate",
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         router: Router | str | None = None,
         shared: Shared | None = None,
@@ -76,7 +77,7 @@ class CapacityMoE(MoEModule):
         self.dropped_slots: Tensor | None = None
         self.lost_tokens: Tensor | None = None
 
-    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+    def _run(self, x: Tensor, weights: MoEWeights[Tensor], topk_experts: Tensor | None) -> MoEOutput:
         E = weights.wg.shape[1]
         routing = self.route(x, weights.wg, topk_experts)
         rows_of_expert = self._rows_of_expert(routing.topk_experts, E)
@@ -123,7 +124,7 @@ class DynamicCapacityMoE(CapacityMoE):
         k: int,
         activation: str = "swiglu",
         renormalize: bool = False,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         router: Router | str | None = None,
         shared: Shared | None = None,
@@ -185,7 +186,7 @@ def _take(matrix: Tensor, index: Tensor) -> Tensor:
     return F.embedding(index.clamp(min=0), matrix).masked_fill_((index == EMPTY)[..., None], 0.0)
 
 
-def padded_experts(x_rows: Tensor, weights: MoEWeights, activation: str) -> Tensor:
+def padded_experts(x_rows: Tensor, weights: MoEWeights[Tensor], activation: str) -> Tensor:
     """Every expert's outputs (E, C, d) for its C rows of x_rows (E, C, d): products of one batch, padding included."""
     a = x_rows @ weights.w1  # (E, C, h)
     b = None if weights.w2 is None else x_rows @ weights.w2  # (E, C, h)

@@ -11,10 +11,11 @@ Source: MoEBlaze (arXiv 2601.05296), sections 3 and 5.
 import functools
 import logging
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.raw_cuda import packed
@@ -23,7 +24,7 @@ from moeblaze_ref.backends.raw_cuda.dispatch import build_open
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import EXPERT_ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.core.layouts import LAYOUTS
-from moeblaze_ref.core.structures import Array
+from moeblaze_ref.core.structures import A_co, Array
 from moeblaze_ref.nn import torch_node, torch_operands
 from moeblaze_ref.nn.given_ids import local_ids
 from moeblaze_ref.nn.launch_plans import planned
@@ -164,7 +165,7 @@ class Experts(nn.Module):
         policy: str = "minimal",
         layout: str = "linear",
         version: str | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         bias: bool = False,
     ):
@@ -199,15 +200,15 @@ class Experts(nn.Module):
         return f"{sizes}, {choices}" + (f", version={self.version}" if self.version else "")
 
 
-class ExpertOperands(NamedTuple):
+class ExpertOperands(NamedTuple, Generic[A_co]):
     """Operands of the experts besides x, as they are stored; each has a gradient."""
 
-    w1: Tensor  # of the gate, or gate_up
-    w2: Tensor | None  # of the up-projection; None if w1 has both, or for the ungated activations
-    w3: Tensor  # down
-    topk_weights: Tensor  # (L, k)
-    gate_up_bias: Tensor | None = None  # in the order of gate_up's columns
-    down_bias: Tensor | None = None  # (E, d)
+    w1: A_co  # of the gate, or gate_up
+    w2: A_co | None  # of the up-projection; None if w1 has both, or for the ungated activations
+    w3: A_co  # down
+    topk_weights: A_co  # (L, k)
+    gate_up_bias: A_co | None = None  # in the order of gate_up's columns
+    down_bias: A_co | None = None  # (E, d)
 
 
 def _run(
@@ -257,7 +258,7 @@ class RoutedByCaller(NamedTuple):
     version: str | None
     partial: bool  # some ids may be EMPTY
 
-    def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands, topk_experts: Array | None) -> Forward:
+    def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands[Array], topk_experts: Array | None) -> Forward:
         """Dispatch the tokens as they were routed, and run the experts."""
         stages = self._stages(x, operands, bridge.executor, _biases(operands))
         E = operands.w1.shape[0]
@@ -267,7 +268,7 @@ class RoutedByCaller(NamedTuple):
         out, kept = layer.run_experts(stages, x, operands, dispatch, gates, self.activation, self.policy)
         return Forward(bridge.tensor(out), None, None, None, bridge.by_name(dispatch.arrays() | kept))
 
-    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+    def backward(self, bridge: Bridge, given: Backward[ExpertOperands[Array]]) -> Sequence[Array | None]:
         """Return d_x and the gradient of each operand."""
         x, operands, executor = given.x, given.weights, bridge.executor
         biases = _biases(operands, given.wanted)
@@ -278,12 +279,11 @@ class RoutedByCaller(NamedTuple):
         d_x, _, *d_weights, d_gates = layer.expert_gradients(
             stages, given.d_out, kept, operands, given.last, given.wanted
         )
-        d_topk_weights = executor.cast(d_gates, checks.dtype_of(operands.topk_weights))
-        if "d_topk_weights" not in given.wanted:
-            d_topk_weights = None
+        wanted = "d_topk_weights" in given.wanted
+        d_topk_weights = executor.cast(d_gates, checks.dtype_of(operands.topk_weights)) if wanted else None
         return d_x, *d_weights, d_topk_weights, biases.gradients.get("up"), biases.gradients.get("down")
 
-    def _stages(self, x: Array, operands: ExpertOperands, executor: Executor, biases: Biases) -> layer.Stages:
+    def _stages(self, x: Array, operands: ExpertOperands[Array], executor: Executor, biases: Biases) -> layer.Stages:
         """The stages for weights of this layout."""
         if self.layout == SEPARATE:
             return raw_layer.stages_for(x, operands, executor, self.version)
@@ -291,7 +291,7 @@ class RoutedByCaller(NamedTuple):
         return raw_layer.packed_stages_for(x, operands, self.activation, layout, executor, self.version, biases)
 
 
-def _biases(operands: ExpertOperands, wanted: Collection[str] = ()) -> Biases:
+def _biases(operands: ExpertOperands[Array], wanted: Collection[str] = ()) -> Biases:
     """The biases as the stages take them; ``wanted`` are names of gradients such as d_down_bias."""
     up, down = operands.gate_up_bias, operands.down_bias
     if up is None and down is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core import checks
@@ -23,7 +24,7 @@ from moeblaze_ref.nn import routers, torch_node, torch_operands
 from moeblaze_ref.nn.launch_plans import planned
 from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights
 from moeblaze_ref.nn.torch_experts import SEPARATE, ExpertOperands, RoutedByCaller
-from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
+from moeblaze_ref.nn.torch_node import Backward, Forward, Operands, System, has_backward
 from moeblaze_ref.nn.torch_operands import DTYPES as DTYPES
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
@@ -101,7 +102,7 @@ class MoEModule(RoutedExperts):
         _remember_routing(result.topk_experts)
         return result._replace(out=self.with_shared(rows, result.out).reshape(x.shape))
 
-    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+    def _run(self, x: Tensor, weights: MoEWeights[Tensor], topk_experts: Tensor | None) -> MoEOutput:
         """The output for checked tokens x (L, d), contiguous like the weights and of their dtype."""
         raise NotImplementedError
 
@@ -156,7 +157,7 @@ class KernelMoE(MoEModule):
             or bool(_tapes.get())
         )
 
-    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+    def _run(self, x: Tensor, weights: MoEWeights[Tensor], topk_experts: Tensor | None) -> MoEOutput:
         if self.router.plain:
             return MoEOutput(*self._on_kernels(self._system(x, weights), x, weights, topk_experts))
         routing = self.route(x, weights.wg, topk_experts)
@@ -171,9 +172,9 @@ class KernelMoE(MoEModule):
 
     def _on_kernels(
         self,
-        system: System,
+        system: System[Operands],
         x: Tensor,
-        operands: torch_node.Operands,
+        operands: Operands,
         topk_experts: Tensor | None,
         layouts: Any = None,
     ) -> Sequence[Tensor]:
@@ -187,11 +188,11 @@ class KernelMoE(MoEModule):
             self.executor = executor
         return outputs
 
-    def _system(self, x: Tensor, weights: MoEWeights) -> System:
+    def _system(self, x: Tensor, weights: MoEWeights[Tensor]) -> System[MoEWeights[Array]]:
         """Return the system that routes x by a softmax and runs it."""
         raise NotImplementedError
 
-    def _experts(self, x: Tensor, operands: ExpertOperands) -> System:
+    def _experts(self, x: Tensor, operands: ExpertOperands[Tensor]) -> System[ExpertOperands[Array]]:
         """Return the system that runs x by a routing and gates that are given."""
         raise NotImplementedError
 
@@ -246,7 +247,7 @@ class MoELayer(KernelMoE):
         policy: str = "minimal",
         renormalize: bool = False,
         version: str | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         router: Router | str | None = None,
         shared: Shared | None = None,
@@ -265,13 +266,13 @@ class MoELayer(KernelMoE):
             raise ValueError("a graphed layer chooses the experts itself: it takes no topk_experts and no keep_routing")
         return self.graphs(x, self.tensors)
 
-    def _policy_for(self, x: Tensor, operands: torch_node.Operands) -> str:
+    def _policy_for(self, x: Tensor, operands: tuple[Tensor | None, ...]) -> str:
         return self.policy if has_backward(x, operands) else "inputs"
 
-    def _system(self, x: Tensor, weights: MoEWeights) -> System:
+    def _system(self, x: Tensor, weights: MoEWeights[Tensor]) -> System[MoEWeights[Array]]:
         return _MoEBlaze(self.k, self.activation, self._policy_for(x, weights), self.renormalize, self.version)
 
-    def _experts(self, x: Tensor, operands: ExpertOperands) -> System:
+    def _experts(self, x: Tensor, operands: ExpertOperands[Tensor]) -> System[ExpertOperands[Array]]:
         policy = self._policy_for(x, operands)
         return RoutedByCaller(self.activation, policy, SEPARATE, self.version, partial=False)
 
@@ -289,7 +290,7 @@ class _MoEBlaze(NamedTuple):
     renormalize: bool
     version: str | None
 
-    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
+    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights[Array], topk_experts: Array | None) -> Forward:
         k, activation, policy, renormalize, version = self
         stages = raw_layer.stages_for(x, weights, bridge.executor, version)
         *outputs, kept = layer.forward(stages, x, weights, k, activation, policy, renormalize, topk_experts)
@@ -298,12 +299,14 @@ class _MoEBlaze(NamedTuple):
         out, balance, z = bridge.tensors(outputs)
         return Forward(out, balance, z, saved["token_expert_indices"].view(-1, k), saved)
 
-    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+    def backward(self, bridge: Bridge, given: Backward[MoEWeights[Array]]) -> Sequence[Array | None]:
         k, activation, policy, renormalize, version = self
         kept = layer.Saved.of(given.x, given.arrays, k, activation, policy, renormalize)
         stages = raw_layer.stages_for(given.x, given.weights, bridge.executor, version)
-        more = {"overwrite": given.last, "wanted": given.wanted, **given.d_losses}
-        return layer.backward(stages, given.d_out, kept, given.weights, **more)[:5]
+        gradients = layer.backward(
+            stages, given.d_out, kept, given.weights, overwrite=given.last, wanted=given.wanted, **given.d_losses
+        )
+        return gradients[:5]
 
 
 # ---- checks --------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def _restore_bins(bridge: Bridge, arrays: dict[str, Array]) -> None:
 class _MemoryOptimized(MegaBlocks):
     """`MegaBlocks` that saves the tables in place of the bins, and no y_swi."""
 
-    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
+    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights[Array], topk_experts: Array | None) -> Forward:
         result = super().forward(bridge, x, weights, topk_experts)
         _keep_tables(result.saved, result.saved.pop("token_expert_indices"))
         tokens, wg = bridge.tensors([x, weights.wg])
@@ -72,7 +72,7 @@ class _MemoryOptimized(MegaBlocks):
         result.saved["probs"] = torch.softmax((tokens @ wg).float(), dim=-1)
         return result
 
-    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+    def backward(self, bridge: Bridge, given: Backward[MoEWeights[Array]]) -> Sequence[Array | None]:
         _restore_bins(bridge, given.arrays)
         return super().backward(bridge, given)
 
@@ -80,12 +80,13 @@ class _MemoryOptimized(MegaBlocks):
 class _MemoryOptimizedExperts(MegaBlocksExperts):
     """The same for a routing and gates that are given."""
 
-    def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands, topk_experts: Array | None) -> Forward:
+    def forward(self, bridge: Bridge, x: Array, operands: ExpertOperands[Array], topk_experts: Array | None) -> Forward:
         result = super().forward(bridge, x, operands, topk_experts)
-        _keep_tables(result.saved, bridge.tensor(topk_experts).flatten())
+        (chosen,) = bridge.tensors([topk_experts])
+        _keep_tables(result.saved, chosen.flatten())
         return result
 
-    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+    def backward(self, bridge: Bridge, given: Backward[ExpertOperands[Array]]) -> Sequence[Array | None]:
         _restore_bins(bridge, given.arrays)
         return super().backward(bridge, given)
 

@@ -5,7 +5,7 @@ gradients. A `System` runs the kernels.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from moeblaze_ref.runtime.bridge_choice import bridge_to
 from moeblaze_ref.runtime.torch_bridge import Bridge
 
 # A NamedTuple of what a system takes besides x: tensors or None. Each has a gradient, ``d_`` and its name.
-Operands = Any
+Operands = TypeVar("Operands", bound=tuple[Any, ...])
 
 
 class Forward(NamedTuple):
@@ -35,11 +35,11 @@ class Forward(NamedTuple):
     counts: Any = None  # numbers of the host for the backward
 
 
-class Backward(NamedTuple):
+class Backward(NamedTuple, Generic[Operands]):
     """Arguments of a system's backward."""
 
     d_out: Array  # (L, d), contiguous
-    d_losses: dict[str, Array]  # d_load_balancing_loss and d_router_z_loss, where they are not zero
+    d_losses: dict[str, Any]  # arrays () float32: d_load_balancing_loss and d_router_z_loss, where they are not zero
     x: Array  # (L, d)
     weights: Operands  # of the type that the forward was given
     arrays: dict[str, Array]  # what the forward saved; a float that leaves the dict is freed, if this is the last
@@ -48,18 +48,18 @@ class Backward(NamedTuple):
     last: bool  # no other backward follows: what was saved may be overwritten
 
 
-class System(Protocol):
+class System(Protocol[Operands]):
     """A layer's kernels, forward and backward, on the arrays of a bridge that is running."""
 
     def forward(self, bridge: Bridge, x: Array, weights: Operands, topk_experts: Array | None) -> Forward:
         """Run the layer on x (L, d), with a routing (L, k) that is given or None."""
 
-    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+    def backward(self, bridge: Bridge, given: Backward[Operands]) -> Sequence[Array | None]:
         """Return d_x and the gradient of each operand, such as d_wg; None for a gradient that is not wanted."""
 
 
 def run(
-    system: System, layer: str, x: Tensor, weights: Operands, topk_experts: Tensor | None
+    system: System[Operands], layer: str, x: Tensor, weights: Operands, topk_experts: Tensor | None
 ) -> tuple[Sequence[Tensor], str]:
     """Run a system as one node.
 
@@ -96,7 +96,7 @@ def _bridge_of(x: Tensor) -> Bridge:
     return FakeBridge(x)
 
 
-def has_backward(x: Tensor, weights: Operands) -> bool:
+def has_backward(x: Tensor, weights: tuple[Tensor | None, ...]) -> bool:
     """Return True if autograd will want a gradient of one of a node's tensors."""
     return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *weights) if t is not None])
 
@@ -110,7 +110,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        system: System,
+        system: System[Any],
         layer: str,
         bridge: Bridge,
         kind: type[Any],

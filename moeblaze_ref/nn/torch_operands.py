@@ -54,8 +54,8 @@ def check_width(x: Tensor, width: int) -> None:
         raise ValueError(f"x has shape {tuple(x.shape)}, but it must be (..., d={width})")
 
 
-def cast(x: Tensor, weights: Named) -> tuple[Tensor, list[Tensor | None]]:
-    """x and the weights in autocast's dtype where that is on; autograd casts their gradients back."""
+def cast(x: Tensor, weights: Named) -> tuple[Tensor, list[Any]]:
+    """x and the weights, tensors or None, in autocast's dtype where that is on; autograd casts their gradients back."""
     device = x.device.type
     casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
     dtype = torch.get_autocast_dtype(device) if casts else x.dtype

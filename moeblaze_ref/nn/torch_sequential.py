@@ -27,7 +27,7 @@ class SequentialMoE(MoEModule):
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+    def _run(self, x: Tensor, weights: MoEWeights[Tensor], topk_experts: Tensor | None) -> MoEOutput:
         routing = self.route(x, weights.wg, topk_experts)
 
         def run(rows: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
@@ -38,7 +38,9 @@ class SequentialMoE(MoEModule):
         return MoEOutput(out, *routers.router_losses(routing, loads), routing.topk_experts.int())
 
 
-def _one_after_another(x: Tensor, chosen: Tensor, gates: Tensor, weights: MoEWeights, activation: str) -> Tensor:
+def _one_after_another(
+    x: Tensor, chosen: Tensor, gates: Tensor, weights: MoEWeights[Tensor], activation: str
+) -> Tensor:
     """The gate-weighted sum (L, d) of the chosen (L, k) experts' outputs."""
     out = torch.zeros_like(x)
     for expert in range(weights.wg.shape[1]):

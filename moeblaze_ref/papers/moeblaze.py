@@ -153,7 +153,7 @@ def example(_: Recorded) -> Iterator[Row]:
     for name, mistake in mistakes.items():
         given = getattr(built, name).tolist()
         yield stated(name, _listed(printed[name]), given == printed[name], _listed(given), mistake)
-    of_token_0, index_map = printed["token_index_map"], built.token_index_map.tolist()
+    of_token_0, index_map = printed["token_index_map"], np.asarray(built.token_index_map).tolist()
     holds = index_map[: len(of_token_0)] == of_token_0 and _is_golden(built)
     what = "token_index_map, of which the entries of token 0 are printed"
     yield stated(what, _listed(of_token_0), holds, _listed(index_map))

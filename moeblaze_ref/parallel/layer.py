@@ -164,7 +164,7 @@ class ExpertParallelMoE(KernelMoE):
         """True if calls may replay launch plans on a GPU: with room for their rows they do not wait for the host."""
         return self.capacity is not None
 
-    def _system(self, x: Tensor, weights: MoEWeights) -> System:
+    def _system(self, x: Tensor, weights: MoEWeights[Tensor]) -> System[MoEWeights[Array]]:
         policy = self.policy if has_backward(x, weights) else "inputs"
         return _OverRanks(
             self.k,
@@ -224,7 +224,7 @@ class _OverRanks(NamedTuple):
     capacity: Capacity | None
     overflowed: Tensor
 
-    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
+    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights[Array], topk_experts: Array | None) -> Forward:
         stages = raw_layer.stages_for(x, weights, bridge.executor)
         batch = BatchGating(stages.gating, bridge, self.ranks)
         choice = layer.choose(batch.within(stages), x, weights.wg, self.k, self.renormalize, topk_experts)
@@ -241,7 +241,7 @@ class _OverRanks(NamedTuple):
         saved = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
         return Forward(out, balance, z, chosen, saved, trip.counts if self.capacity is None else None)
 
-    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+    def backward(self, bridge: Bridge, given: Backward[MoEWeights[Array]]) -> Sequence[Array | None]:
         x, weights, arrays, wanted = given.x, given.weights, given.arrays, given.wanted
         chosen = arrays.pop("chosen")
         shares, part = bridge.tensors([arrays.pop("shares"), arrays.pop("part")])

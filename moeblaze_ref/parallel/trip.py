@@ -1,6 +1,6 @@
 """Send a batch's tokens to the ranks of their experts and back: a dispatch with ranks in place of experts."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,14 +129,16 @@ class Trip:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the trip's tensors to save for backward, by name."""
-        return {_kept(name): tensor for name, tensor in self._copies.arrays().items()}
+        copies: dict[str, Any] = self._copies.arrays()
+        return {_kept(name): tensor for name, tensor in copies.items()}
 
     def there(self, rows: Tensor) -> Tensor:
         """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank.
 
         Rows of no token are zeros.
         """
-        given, tokens = self._bridge.arrays([rows, self._copies.expert_token_indices])
+        indices: Any = self._copies.expert_token_indices
+        given, tokens = self._bridge.arrays([rows, indices])
         return self._exchanged(self._bridge.tensor(kernels.gather(given, tokens, self._bridge.executor)))
 
     def words_there(self) -> Tensor:

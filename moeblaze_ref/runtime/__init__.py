@@ -12,11 +12,13 @@ import numpy as np
 
 from moeblaze_ref.core.arrays import address_of
 from moeblaze_ref.core.on_demand import import_on_demand
+from moeblaze_ref.core.structures import Array
+from moeblaze_ref.runtime.source import KernelArguments as KernelArguments  # with the executors
 from moeblaze_ref.runtime.source import Module
 
 
 class Executor(Protocol):
-    """An executor: it compiles and runs kernel files."""
+    """An executor: it compiles and runs kernel files. Its methods take arrays of its own kind alone."""
 
     def __hash__(self) -> int:
         """Hash of the executor, which is a key of caches."""
@@ -33,28 +35,28 @@ class Executor(Protocol):
     def multiprocessors(self) -> int:
         """Blocks of a kernel whose blocks stay until all its work is done."""
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """A new array of the executor's kind."""
 
-    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Array:
         """A new array of one value."""
 
-    def cast(self, array: Any, dtype: str) -> Any:
+    def cast(self, array: Any, dtype: str) -> Array:
         """The array in another dtype; itself if it has it."""
 
     def assign(self, target: Any, source: Any) -> None:
         """Write the elements of an array into another one of its shape and dtype."""
 
-    def from_numpy(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray) -> Array:
         """The array where the executor's kernels can take it."""
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """The array on the host."""
 
-    def matmul(self, left: Any, right: Any, dtype: str) -> Any:
+    def matmul(self, left: Any, right: Any, dtype: str) -> Array:
         """A plain dense product by a library, for what needs no kernel of ours; sums are float32."""
 
-    def add_product(self, total: Any, left: Any, right: Any) -> Any:
+    def add_product(self, total: Any, left: Any, right: Any) -> Array:
         """Add the same product to ``total`` in place, and return it: the sum is float32 and is rounded once."""
 
     def check(self, file: str) -> None:
@@ -83,7 +85,7 @@ def cupy_executor() -> Executor:
     return CupyExecutor()
 
 
-def executor_for(array: Any) -> Executor:
+def executor_for(array: Array) -> Executor:
     """Where an array lives decides who computes on it: numpy -> SIMT, a CUDA array -> CuPy."""
     return cupy_executor() if hasattr(array, "__cuda_array_interface__") else simt_executor()
 
@@ -93,7 +95,7 @@ def ceil_div(n: int, size: int) -> int:
     return -(-n // size)
 
 
-def widest_pack(array: Any, width: int) -> int:
+def widest_pack(array: Array, width: int) -> int:
     """Neighbouring elements that one instruction can move of rows of ``width`` elements.
 
     16 bytes of them, or fewer, so that they divide a row and the array begins at a multiple of their bytes. The SIMT

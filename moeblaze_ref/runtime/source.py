@@ -25,6 +25,7 @@ _RUNS_ON = re.compile(r"^\s*// Runs on +(.*?)\.?$", re.MULTILINE)
 _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)(a?)")
 
 Size = tuple[int, int, int]  # x, y, z
+KernelArguments = dict[str, Any]  # arrays, tensor maps and numbers, by the names that the kernel declares
 Edition = tuple[tuple[str, int, int], ...]  # of each file the path, the time of change and the size
 
 
@@ -107,7 +108,7 @@ class KernelSource:
         """The text of all headers that kernel files can include."""
         return "".join(Path(path).read_text() for path in _headers())
 
-    def bind(self, kernel: str, arguments: dict[str, Any]) -> list[Any]:
+    def bind(self, kernel: str, arguments: KernelArguments) -> list[Any]:
         """Arguments in declared order and type.
 
         Raises
@@ -218,7 +219,7 @@ class Module(ABC):
         grid, block = checked_sizes(kernel, grid, block, shared_bytes)
         self._run(kernel, grid, block, shared_bytes, self.bind(kernel, arguments))
 
-    def bind(self, kernel: str, arguments: dict[str, Any]) -> Sequence[Any]:
+    def bind(self, kernel: str, arguments: KernelArguments) -> Sequence[Any]:
         """Arguments in declared order and type, as `_run` takes them; raises as `KernelSource.bind`."""
         return self.source.bind(kernel, arguments)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, overload
 
 import ml_dtypes
 import numpy as np
@@ -23,12 +23,17 @@ class Bridge:
         """Context in which the stages may run on these tensors."""
         return nullcontext()
 
+    @overload
+    def array(self, tensor: Tensor) -> Array: ...
+    @overload
+    def array(self, tensor: Tensor | None) -> Array | None: ...
     def array(self, tensor: Tensor | None) -> Array | None:
         """The tensor's own memory as an array."""
-        return self.arrays([tensor])[0]
+        array: Array | None = self.arrays([tensor])[0]
+        return array
 
-    def arrays(self, tensors: Iterable[Tensor | None]) -> list[Array | None]:
-        """The same of several."""
+    def arrays(self, tensors: Iterable[Tensor | None]) -> list[Any]:
+        """The same of several: an array or None of each."""
         return [None if tensor is None else self._array(tensor.detach().resolve_neg()) for tensor in tensors]
 
     def tensor(self, array: Array) -> Tensor:
@@ -60,7 +65,7 @@ class CpuBridge(Bridge):
     def _array(self, tensor: Tensor) -> np.ndarray:
         return to_numpy(tensor)
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
+    def _tensor(self, array: Any) -> Tensor:  # as `_array` returns it
         return from_numpy(array)
 
 

@@ -135,7 +135,7 @@ class TensorBridge(Bridge):
         """The tensors' own memory as other tensors, which outlive what becomes of the first."""
         return [None if tensor is None else tensor.detach().resolve_neg() for tensor in tensors]
 
-    def tensors(self, arrays: Iterable[Tensor | None]) -> list[Tensor | None]:
+    def tensors(self, arrays: Iterable[Any]) -> list[Tensor | None]:
         """The arrays themselves."""
         return list(arrays)
 

@@ -10,14 +10,14 @@ import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import take_columns
 from moeblaze_ref.core.config import POLICIES, MoEConfig, is_gated
 from moeblaze_ref.core.contract import INT32, Contract, Tensor, Value, bodies
 from moeblaze_ref.core.stage_contracts import ACTIVATION, Dtypes
-from moeblaze_ref.core.structures import HIDDEN, STRUCTURES, Array, Dispatch, Gating
+from moeblaze_ref.core.structures import HIDDEN, STRUCTURES, A_co, Array, Dispatch, Gating
 
 # Tensors that each policy saves for a gated activation, besides x, the Dispatch and the gates. The
 # backward reads a, b and y_swi and rebuilds the missing ones. `conventional` also saves tensors that
@@ -66,13 +66,13 @@ def intermediates(policy: str, activation: str) -> tuple[str, ...]:
     return kept if is_gated(activation) else tuple(name for name in kept if name not in ("b", "act_a"))
 
 
-class MoEWeights(NamedTuple):
+class MoEWeights(NamedTuple, Generic[A_co]):
     """The layer's parameters, all of one dtype."""
 
-    wg: Array  # (d, E) router
-    w1: Array  # (E, d, h)
-    w2: Array | None  # (E, d, h); None for the ungated activations
-    w3: Array  # (E, h, d)
+    wg: A_co  # (d, E) router
+    w1: A_co  # (E, d, h)
+    w2: A_co | None  # (E, d, h); None for the ungated activations
+    w3: A_co  # (E, h, d)
 
 
 class ExpertWeights(Protocol):
@@ -295,7 +295,7 @@ class Gradients(NamedTuple):
 
 def _check_forward(
     x: Array,
-    weights: MoEWeights,
+    weights: MoEWeights[Array],
     k: int,
     activation: str,
     policy: str,
@@ -313,7 +313,7 @@ def _check_forward(
 def _check_backward(
     d_out: Array,
     saved: Saved,
-    weights: MoEWeights,
+    weights: MoEWeights[Array],
     overwrite: bool,
     wanted: Collection[str],
     dtypes: Dtypes,
@@ -329,11 +329,10 @@ def _check_backward(
         checks.check_name("gradient", name, Gradients._fields)
 
 
-def _check_weights(x: Array, weights: MoEWeights, k: int, activation: str, dtypes: Dtypes) -> None:
+def _check_weights(x: Array, weights: MoEWeights[Array], k: int, activation: str, dtypes: Dtypes) -> None:
     """x (L, d), the weights, k and the activation describe one layer."""
     checks.check_type("weights", weights, MoEWeights)
-    gated = is_gated(activation)
-    checks.check_second_projection("w2", weights.w2, gated, activation)
+    checks.check_second_projection("w2", weights.w2, is_gated(activation), activation)
     checks.check_tensor("x", x, {"L": None, "d": None}, dtypes)
     num_tokens, d = x.shape
     same = (checks.dtype_of(x),)
@@ -341,7 +340,7 @@ def _check_weights(x: Array, weights: MoEWeights, k: int, activation: str, dtype
     num_experts = weights.wg.shape[1]
     checks.check_tensor("w1", weights.w1, {"E": num_experts, "d": d, "h": None}, same)
     h = weights.w1.shape[2]
-    if gated:
+    if weights.w2 is not None:
         checks.check_tensor("w2", weights.w2, {"E": num_experts, "d": d, "h": h}, same)
     checks.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
     # The configuration checks the sizes, k and R.
@@ -410,7 +409,7 @@ BACKWARD = Contract(
 def forward(
     stages: Stages,
     x: Array,
-    weights: MoEWeights,
+    weights: MoEWeights[Array],
     k: int,
     activation: str,
     policy: str,
@@ -479,7 +478,7 @@ def backward(
     stages: Stages,
     d_out: Array,
     saved: Saved,
-    weights: MoEWeights,
+    weights: MoEWeights[Array],
     d_load_balancing_loss: float | Array = 0.0,
     d_router_z_loss: float | Array = 0.0,
     overwrite: bool = False,
@@ -556,7 +555,9 @@ def _rebuild(stages: Stages, saved: Saved, weights: ExpertWeights) -> tuple[Arra
     if not names:
         tokens, dispatch = stages.gathered(saved.x, saved.dispatch), saved.dispatch
         up = stages.expert_up.forward
-        return up(tokens, weights.w1, weights.w2, dispatch, saved.activation, stores=("a", "b"))
+        a, b, y_swi = up(tokens, weights.w1, weights.w2, dispatch, saved.activation, stores=("a", "b"))
+        assert a is not None  # `stores` names it
+        return a, b, y_swi
     if not kept:
         raise RuntimeError("an earlier backward has overwritten what the forward kept: run the forward again")
     if "a" not in names:  # relu: its slope, and y_swi itself, follow from y_swi
@@ -567,7 +568,7 @@ def _rebuild(stages: Stages, saved: Saved, weights: ExpertWeights) -> tuple[Arra
 def router_gradients(
     stages: Stages,
     d_x: Array | None,
-    d_gates: Array,
+    d_gates: Array | None,
     x: Array,
     wg: Array,
     topk_experts: Array,
@@ -578,10 +579,10 @@ def router_gradients(
 ) -> tuple[Array | None, Array | None]:
     """Return the whole d_x (L, d) and d_wg (d, E), where wanted: the last step of every system's backward.
 
-    ``d_x`` is the gradient through the experts, None where it is not wanted; it is overwritten. ``d_gates`` (L, k) is
-    the gradient of the gates that `route` returned for ``topk_experts`` (L, k): the logits are computed again, the
-    choice is not. x is (L, d), wg (d, E); ``renormalize`` is as in `route`. The other arguments are as in `BACKWARD`. A
-    gradient that is not wanted is None.
+    ``d_x`` is the gradient through the experts, None where it is not wanted; it is overwritten. ``d_gates`` (L, k),
+    which only d_x and d_wg need, is that of the gates that `route` returned for ``topk_experts`` (L, k): the logits are
+    computed again, the choice is not. x is (L, d), wg (d, E); ``renormalize`` is as in `route`. The other arguments are
+    as in `BACKWARD`. A gradient that is not wanted is None.
     """
     if "d_x" not in wanted and "d_wg" not in wanted:
         return None, None

@@ -64,7 +64,7 @@ class Saved:
     @classmethod
     def of(cls, tensors: Mapping[str, Array], k: int, block: int, activation: str) -> "Saved":
         """The inverse of `tensors`."""
-        floats = {name: tensors.get(name) for name in FLOATS}
+        floats: dict[str, Any] = {name: tensors.get(name) for name in FLOATS}
         bins = PaddedBins.of(tensors, k=k, block=block)
         return cls(bins, Topology.of(tensors, block=block), **floats, activation=activation)
 

@@ -64,7 +64,7 @@ def example_in_three_columns() -> list[dict[str, str]]:
     MoEBlaze (arXiv 2601.05296), section 4.1, figure 2.
     """
     right = {"L": GOLDEN_DISPATCH.L, "topk_experts": GOLDEN_TOPK_EXPERTS.tolist()}
-    right |= {name: array.tolist() for name, array in GOLDEN_DISPATCH.arrays().items()}
+    right |= {name: np.asarray(array).tolist() for name, array in GOLDEN_DISPATCH.arrays().items()}
     return [
         {
             "item": f"`{name}`",
@@ -136,7 +136,7 @@ class Case:
 
     name: str  #: what is hard about it
     x: np.ndarray  #: (L, d)
-    weights: MoEWeights
+    weights: MoEWeights[np.ndarray]
     d_out: np.ndarray  #: (L, d): gradient of the layer's output
     k: int  #: experts per token
     activation: str = "swiglu"
@@ -199,7 +199,9 @@ class Case:
 
     def astype(self, dtype) -> "Case":
         """The same numbers rounded to ``dtype``."""
-        weights = MoEWeights(*(None if w is None else w.astype(dtype) for w in self.weights))
+        wg, w1, w2, w3 = self.weights
+        w2 = None if w2 is None else w2.astype(dtype)
+        weights = MoEWeights(wg.astype(dtype), w1.astype(dtype), w2, w3.astype(dtype))
         return replace(self, x=self.x.astype(dtype), weights=weights, d_out=self.d_out.astype(dtype))
 
     def head(self, tokens: int) -> "Case":

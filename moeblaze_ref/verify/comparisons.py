@@ -21,7 +21,7 @@ from moeblaze_ref.backends.numpy_ref import activation as reference_activation
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import block_sparse, expert_down, gemm
 from moeblaze_ref.core.layouts import Layout
-from moeblaze_ref.core.structures import EMPTY, Array, CapacityBins, Dispatch
+from moeblaze_ref.core.structures import EMPTY, CapacityBins, Dispatch
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.systems import SYSTEMS, system
 from moeblaze_ref.nn.torch_layer import keep_routing
@@ -115,7 +115,7 @@ def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Any:
     return exact.to(dtype if narrow or dtype.itemsize >= 4 else torch.float32).requires_grad_()
 
 
-def _leaves(dtype: torch.dtype, *arrays: Array | None) -> list[Any]:
+def _leaves(dtype: torch.dtype, *arrays: np.ndarray | None) -> list[Any]:
     """Each array as `_leaf` has it."""
     return [_leaf(array, dtype) for array in arrays]
 

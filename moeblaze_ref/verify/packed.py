@@ -5,6 +5,7 @@ kernels return.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,7 @@ def _project(
 ) -> tuple[Array, Array]:
     packed = Packed(layout, is_gated(activation), executor, version)
     ab, _, y_swi = packed.project(x, gate_up, None, dispatch, activation)
+    assert ab is not None and y_swi is not None  # both are stored
     return ab, y_swi
 
 
@@ -100,8 +102,8 @@ def _backward(
     return layer.expert_gradients(stages, d_out, saved, weights)
 
 
-def _layer(x: Array, gate_up: Array, down: Array, activation: str, *where) -> tuple[MoEWeights, Stages]:
-    weights = MoEWeights(None, gate_up, None, down)
+def _layer(x: Array, gate_up: Array, down: Array, activation: str, *where) -> tuple[MoEWeights[Any], Stages]:
+    weights: MoEWeights[Any] = MoEWeights(None, gate_up, None, down)
     return weights, raw_layer.packed_stages_for(x, weights, activation, *where)
 
 

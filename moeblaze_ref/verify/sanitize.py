@@ -164,6 +164,7 @@ def _run_biased(version: str, executor: Executor) -> None:
         ]
         stage = packed.Packed(layout, gated, executor, version, biases.Biases(up_bias, down_bias, ("up", "down")))
         ab, _, _ = stage.project(x, gate_up, None, routes, case.activation)
+        assert ab is not None  # it is stored
         stage.hidden_gradients(x, gates, ab, None, down, routes, case.activation)
 
 

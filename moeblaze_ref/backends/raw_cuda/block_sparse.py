@@ -15,7 +15,7 @@ from moeblaze_ref.core.arrays import dtype_of, has_values, size_of
 from moeblaze_ref.core.config import even_counts, is_gated
 from moeblaze_ref.core.contract import bodies, implements
 from moeblaze_ref.core.structures import EMPTY, Array, Dispatch, PaddedBins, Topology
-from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
+from moeblaze_ref.runtime import Executor, KernelArguments, ceil_div, executor_for, widest_pack
 from moeblaze_ref.runtime.source import Module
 from moeblaze_ref.systems import megablocks
 
@@ -47,7 +47,7 @@ def pad(
     executor = executor or executor_for(dispatch.expert_token_offsets)
     module = _structures(executor, block)
     padded_offsets = executor.empty((dispatch.E + 1,), "int32")
-    groups = {"expert_token_offsets": dispatch.expert_token_offsets, "padded_offsets": padded_offsets}
+    groups: KernelArguments = {"expert_token_offsets": dispatch.expert_token_offsets, "padded_offsets": padded_offsets}
     module.launch("pad_offsets", grid=1, block=gemm.THREADS, **groups, E=dispatch.E)
     P = int(padded_offsets[-1]) if has_values(padded_offsets) else _rows_if_even(dispatch, block)
     slots = executor.full((P,), "int32", EMPTY)
@@ -91,9 +91,10 @@ def build_topology(
         transpose_indices=executor.empty((nnz,), "int32"),
         block=bins.block,
     )
-    module, written = _structures(executor, bins.block), topology.arrays()
-    sizes = {"padded_offsets": bins.padded_offsets, "E": bins.E, "wide": wide}
-    offsets = {name: written.pop(name) for name in ("row_offsets", "column_offsets")}
+    module = _structures(executor, bins.block)
+    written: KernelArguments = topology.arrays()
+    sizes: KernelArguments = {"padded_offsets": bins.padded_offsets, "E": bins.E, "wide": wide}
+    offsets: KernelArguments = {name: written.pop(name) for name in ("row_offsets", "column_offsets")}
     ends = gemm.per_element(max(block_rows, bins.E * wide) + 1)
     module.launch("offsets", **ends, **sizes, **offsets, block_rows=block_rows)
     if nnz:
@@ -395,7 +396,7 @@ def activate_backward(
     return d_a, d_b
 
 
-def _between(executor: Executor, dtype: str, activation: str, kernel: str, shape: tuple[int, ...], **values: Array):
+def _between(executor: Executor, dtype: str, activation: str, kernel: str, shape: tuple[int, ...], **values: Any):
     nnz, block, _ = shape
     pack = widest_pack(values["a"], block * block)
     module = executor.load("block_sparse/hidden.cu", **gemm.constants(dtype, activation), PACK=pack)

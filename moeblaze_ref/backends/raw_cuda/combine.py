@@ -5,7 +5,7 @@ from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array, Dispatch
-from moeblaze_ref.runtime import Executor, executor_for
+from moeblaze_ref.runtime import Executor, KernelArguments, executor_for
 
 VERSIONS = {"1_gather": gemm.WIDE, "2_vector": gemm.WIDE}
 DEFAULT_VERSION = "2_vector"
@@ -24,7 +24,7 @@ def forward(
         gemm.check_slots(dispatch)
         gemm.sum_rows(executor, y, dispatch.token_index_map, k, out, gates)
     elif L * d:
-        slots = {"gates": gates, "token_index_map": dispatch.token_index_map}
+        slots: KernelArguments = {"gates": gates, "token_index_map": dispatch.token_index_map}
         module = executor.load(f"combine/{version}.cu", **gemm.constants(dtype))
         module.launch("combine", **gemm.per_element(L * d), y=y, **slots, out=out, L=L, d=d, k=k)
     return out
@@ -62,7 +62,7 @@ def backward(
     executor, dtype, d = executor or executor_for(y), gemm.check_version("combine", version, VERSIONS, y), y.shape[1]
     d_y, d_gates = executor.empty(y.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R:
-        slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.R, "d": d, "k": dispatch.k}
+        slots: KernelArguments = {"token_index_map": dispatch.token_index_map, "R": dispatch.R, "d": d, "k": dispatch.k}
         module = executor.load("combine/1_gather.cu", **gemm.constants(dtype))
         module.launch("d_y", **gemm.per_element(dispatch.R * d), d_out=d_out, gates=gates, d_y=d_y, **slots)
         module.launch("d_gates", **gemm.per_element(dispatch.R), d_out=d_out, y=y, d_gates=d_gates, **slots)
@@ -78,7 +78,7 @@ def scatter(y: Array, gates: Array, dispatch: Dispatch, executor: Executor | Non
     d = y.shape[1]
     out = executor.full((dispatch.L, d), "float32", 0)
     if dispatch.R * d:
-        slots = {"gates": gates, "token_index_map": dispatch.token_index_map}
+        slots: KernelArguments = {"gates": gates, "token_index_map": dispatch.token_index_map}
         sizes = {"R": dispatch.R, "d": d, "k": dispatch.k}
         module = executor.load("combine/lesson_atomic.cu", THREADS=gemm.THREADS)
         module.launch("scatter", **gemm.per_element(dispatch.R * d), y=y, **slots, out=out, **sizes)

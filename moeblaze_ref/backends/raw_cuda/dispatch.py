@@ -10,7 +10,7 @@ from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import EMPTY, Array, Dispatch
-from moeblaze_ref.runtime import Executor, ceil_div, executor_for
+from moeblaze_ref.runtime import Executor, KernelArguments, ceil_div, executor_for
 from moeblaze_ref.runtime.source import Module
 
 AS_PRINTED = "as_printed"  # step 3 with its location map; it belongs to no version of the series
@@ -147,7 +147,8 @@ def _by_dense_map(executor: Executor, module: Module, topk_experts: Array, dispa
 def _by_location_map(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
     """Steps 1 and 2 of 1_dense_map, then the two phases of the paper's step 3."""
     L, E = dispatch.L, dispatch.E
-    dense_map, location_map = ({name: executor.empty((L, E), "int32")} for name in ("dense_map", "location_map"))
+    dense_map: KernelArguments = {"dense_map": executor.empty((L, E), "int32")}
+    location_map: KernelArguments = {"location_map": executor.empty((L, E), "int32")}
     first_steps = executor.load("dispatch/1_dense_map.cu", THREADS=THREADS)
     operands = _offsets_by_map(executor, first_steps, topk_experts, dispatch, dense_map)
     module.launch("location_map", grid=E, block=THREADS, **operands, **location_map, L=L, E=E)
@@ -174,14 +175,14 @@ def _offsets_by_map(
     module: Module,
     topk_experts: Array,
     dispatch: Dispatch,
-    routed: dict[str, Array],
+    routed: KernelArguments,
     shared_bytes: int = 0,
-) -> dict[str, Array]:
+) -> KernelArguments:
     """Steps 1 and 2: fill the map and the offsets, and return both by name. The map's kernel has the map's name."""
     L, E, k = dispatch.L, dispatch.E, dispatch.k
     (name,) = routed
     lengths = executor.empty((E,), "int32")
-    offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
+    offsets: KernelArguments = {"expert_token_offsets": dispatch.expert_token_offsets}
     module.launch(
         name,
         grid=ceil_div(L, THREADS),
@@ -199,7 +200,7 @@ def _offsets_by_map(
     return routed | offsets
 
 
-def _route(module: Module, operands: dict[str, Array], topk_experts: Array, dispatch: Dispatch):
+def _route(module: Module, operands: KernelArguments, topk_experts: Array, dispatch: Dispatch):
     """Step 3 in one kernel, a block an expert."""
     outputs = _route_of(topk_experts, dispatch)
     module.launch("route_indices", grid=dispatch.E, block=THREADS, **operands, **outputs)

@@ -176,7 +176,8 @@ def hidden_gradients(
     executor = executor or executor_for(a)
     a = gemm.hidden_rows(executor, version, a)
     b = None if b is None else gemm.hidden_rows(executor, version, b, beside=a)
-    d_a, d_b = (a, b) if overwrite else [each if each is None else gemm.like(executor, each) for each in (a, b)]
+    d_a = a if overwrite else gemm.like(executor, a)
+    d_b = b if overwrite or b is None else gemm.like(executor, b)
     gated_y = gemm.like(executor, a)
     tile = tiles.choose(executor, version, "d_hidden", dispatch.R, dispatch.E, d, h)
 

@@ -42,7 +42,8 @@ def forward(
     if dispatch.R:
         left_out: dict[str, Any] = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
         tile = tiles.choose(executor, version, "expert_up", dispatch.R, dispatch.E, d, h)
-        w1, w2 = [gemm.weights_in_sectors(executor, version, w, dispatch) for w in (w1, w2)]
+        w1 = gemm.weights_in_sectors(executor, version, w1, dispatch)
+        w2 = None if w2 is None else gemm.weights_in_sectors(executor, version, w2, dispatch)
         module = executor.load(
             gemm.file_of("expert_up", version), **gemm.constants(dtype, activation, tile), **left_out
         )
@@ -138,8 +139,9 @@ def rows_before_their_sum(
     if dispatch.R == 0:
         return rows
     tile = tiles.choose(executor, version, "d_x_rows", dispatch.R, dispatch.E, d, h)
-    d_a, d_b = [each if each is None else gemm.hidden_rows(executor, version, each) for each in (d_a, d_b)]
-    w1, w2 = [gemm.weights_in_sectors(executor, version, w, dispatch) for w in (w1, w2)]
+    d_a, w1 = gemm.hidden_rows(executor, version, d_a), gemm.weights_in_sectors(executor, version, w1, dispatch)
+    d_b = None if d_b is None else gemm.hidden_rows(executor, version, d_b)
+    w2 = None if w2 is None else gemm.weights_in_sectors(executor, version, w2, dispatch)
     module = _module(executor, version, dtype_of(d_a), w2 is not None, tile)
     module.launch(
         "d_x_rows",

@@ -9,7 +9,7 @@ from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.contract import Arrays, implements
 from moeblaze_ref.core.structures import Array, Gating
-from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
+from moeblaze_ref.runtime import Executor, KernelArguments, ceil_div, executor_for, widest_pack
 
 DTYPES = ("float32",)
 ARRAYS = Arrays("array", DTYPES)
@@ -168,7 +168,7 @@ def expert_shares(topk_experts: Array, num_experts: int, executor: Executor | No
 
 
 def _mean_of_terms(
-    executor: Executor, version: str, kernel: str, rows: Array, factor: float = 1.0, **inputs: Array
+    executor: Executor, version: str, kernel: str, rows: Array, factor: float = 1.0, **inputs: Any
 ) -> Array:
     """factor / L * the sum of the terms that the blocks of a kernel leave for an (L, E) array, 0-d."""
     terms = executor.empty((ceil_div(len(rows), TOKENS[version]),), "float32")
@@ -211,12 +211,12 @@ def forward_with_losses(
         return topk_experts, gates, executor.full((), "float32", 0), executor.full((), "float32", 0)
     module = executor.load("gating/fused.cu", **fused_constants(E, renormalize, widest_pack(logits, E)))
     blocks = fused_blocks(L, E)
-    sums = {
+    sums: KernelArguments = {
         "counts": executor.empty((blocks, E), "int32"),
         "prob_sums": executor.empty((blocks, E), "float32"),
         "z_sums": executor.empty((blocks,), "float32"),
     }
-    losses = {name: executor.empty((), "float32") for name in ("load_balancing_loss", "router_z_loss")}
+    load_balancing_loss, router_z_loss = executor.empty((), "float32"), executor.empty((), "float32")
     module.launch(
         "choose_experts",
         grid=blocks,
@@ -230,8 +230,19 @@ def forward_with_losses(
         E=E,
         k=k,
     )
-    module.launch("router_losses", grid=1, block=SUM_THREADS, **sums, **losses, blocks=blocks, L=L, E=E, R=L * k)
-    return topk_experts, gates, *losses.values()
+    module.launch(
+        "router_losses",
+        grid=1,
+        block=SUM_THREADS,
+        **sums,
+        load_balancing_loss=load_balancing_loss,
+        router_z_loss=router_z_loss,
+        blocks=blocks,
+        L=L,
+        E=E,
+        R=L * k,
+    )
+    return topk_experts, gates, load_balancing_loss, router_z_loss
 
 
 @implements(stage_contracts.GATING_BACKWARD_IN_KERNELS, ARRAYS)

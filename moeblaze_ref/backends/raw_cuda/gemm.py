@@ -13,7 +13,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import dtype_of, pitch_of, strides_of, whole_rows, with_gaps
 from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.structures import Array, Dispatch
-from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
+from moeblaze_ref.runtime import Executor, KernelArguments, ceil_div, executor_for, widest_pack
 
 THREADS = 256
 WARP = 32
@@ -154,9 +154,9 @@ def tokens_in_sectors(executor: Executor, version: str, tokens: Array, dispatch:
     return _in_sectors(executor, tokens) if copies else tokens
 
 
-def weights_in_sectors(executor: Executor, version: str, weights: Array | None, dispatch: Dispatch) -> Array | None:
+def weights_in_sectors(executor: Executor, version: str, weights: Array, dispatch: Dispatch) -> Array:
     """Weights of all experts whose rows begin with a sector: a copy, if `copies_weights`."""
-    if weights is None or not copies_weights(version, dispatch.R, math.prod(weights.shape[:-1])):
+    if not copies_weights(version, dispatch.R, math.prod(weights.shape[:-1])):
         return weights
     return _in_sectors(executor, weights)
 
@@ -347,15 +347,17 @@ def weight_gradient(
     module = executor.load(file_of(stage, version), **constants(dtype, "swiglu", tile))
     # 7_persistent takes the hidden rows in boxes, too.
     boxes = {f"{name}_map": executor.tensor_map(hidden, DEPTH_BOX)} if version == HOPPER else {}
+    rows: KernelArguments = {name: whole_rows(hidden), name_of_gathered: gathered_rows(version, gathered)}
+    written: KernelArguments = {kernel: result}
     module.launch(
         kernel,
         **weights_launch(executor, version, dispatch.E, *shape, tile),
         **boxes,
-        **{name: whole_rows(hidden), name_of_gathered: gathered_rows(version, gathered)},
+        **rows,
         **pitches(version, gathered, pitch_of(hidden)),
         expert_token_indices=dispatch.expert_token_indices,
         expert_token_offsets=dispatch.expert_token_offsets,
-        **{kernel: result},
+        **written,
         d=d,
         h=h,
     )

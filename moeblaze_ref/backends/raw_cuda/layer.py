@@ -32,7 +32,7 @@ def default_version(dtype: str, d: int, h: int, executor: Executor) -> str:
 @implements(layer.FORWARD, gemm.ARRAYS)
 def forward(
     x: Array,
-    weights: MoEWeights,
+    weights: MoEWeights[Array],
     k: int,
     activation: str = "swiglu",
     policy: str = "minimal",
@@ -58,7 +58,7 @@ def forward(
 def backward(
     d_out: Array,
     saved: Saved,
-    weights: MoEWeights,
+    weights: MoEWeights[Array],
     d_load_balancing_loss: float | Array = 0.0,
     d_router_z_loss: float | Array = 0.0,
     overwrite: bool = False,

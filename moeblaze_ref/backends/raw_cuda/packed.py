@@ -17,7 +17,7 @@ from moeblaze_ref.core.arrays import dtype_of, part_of
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.layouts import Layout
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
-from moeblaze_ref.runtime import Executor
+from moeblaze_ref.runtime import Executor, KernelArguments
 from moeblaze_ref.systems.layer import (
     ActivationStage,
     CombineStage,
@@ -129,7 +129,9 @@ class Packed:
         box = gemm.WEIGHTS_BOX if self.layout.transposed else gemm.WEIGHTS_TRANSPOSED_BOX
         tile_sums = self._tile_sums(dispatch, d_ab)
         constants = self._constants(dtype, activation, tile) | ({"BIASED": 1} if tile_sums is not None else {})
-        of_bias = {"tile_sums": gemm.or_nothing(executor, tile_sums, gates)} if version == gemm.HOPPER else {}
+        of_bias: KernelArguments = (
+            {"tile_sums": gemm.or_nothing(executor, tile_sums, gates)} if version == gemm.HOPPER else {}
+        )
 
         def launch(gate_of_row: Array, gate_terms: Array) -> Array | None:
             executor.load(self._file, **constants).launch(

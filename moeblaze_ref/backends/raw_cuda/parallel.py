@@ -12,7 +12,7 @@ from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import dtype_of, size_of
 from moeblaze_ref.core.structures import Array, Dispatch
-from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
+from moeblaze_ref.runtime import Executor, KernelArguments, ceil_div, widest_pack
 from moeblaze_ref.runtime.source import Module
 
 THREADS = 128
@@ -114,10 +114,11 @@ def make_room(found: Dispatch, words: Array, rows: int, noted: Array, executor: 
         token_index_map=empty((R,)),
     )
     room = Room(copies, empty((G * rows, 2 * k)), executor.empty((), "bool"))
-    launch, offsets = _trip(executor, G).launch, {"offsets": found.expert_token_offsets}
-    overflowed = {"overflowed": room.overflowed}
-    of_room = {"offsets_of_room": copies.expert_token_offsets, **overflowed, "noted": noted, "rows": rows}
-    launch("make_room", grid=1, block=THREADS, **offsets, **of_room)
+    launch = _trip(executor, G).launch
+    offsets: KernelArguments = {"offsets": found.expert_token_offsets}
+    overflowed: KernelArguments = {"overflowed": room.overflowed}
+    made: KernelArguments = {"offsets_of_room": copies.expert_token_offsets, **overflowed}
+    launch("make_room", grid=1, block=THREADS, **offsets, **made, noted=noted, rows=rows)
     given = {"tokens": found.expert_token_indices, "words": words}
     made = {"tokens_of_room": copies.expert_token_indices, "words_of_room": room.words}
     _over(2 * k * G * rows, partial(launch, "fill_rows"), **offsets, **given, **made, rows=rows, k=k)
@@ -156,7 +157,7 @@ def find_places(arrived: Array, here: Array, executor: Executor, limit: Limit | 
     if limit is None:
         return Places(places, gates, None)
     overflowed = executor.empty((), "bool")
-    said = {"overflowed": overflowed, "noted": limit.noted, "room": limit.choices}
+    said: KernelArguments = {"overflowed": overflowed, "noted": limit.noted, "room": limit.choices}
     launch("sum_counts", grid=1, block=THREADS, counts=counts, blocks=blocks, **said)
     _over(slots, partial(launch, "withhold"), overflowed=overflowed, places=places, slots=slots)
     return Places(places, gates, overflowed)
@@ -168,7 +169,12 @@ def gather(rows: Array, tokens: Array, executor: Executor) -> Array:
     found, pack = executor.empty((len(tokens), n), dtype), widest_pack(rows, n)
     if elements := size_of(found):
         module = executor.load("block_sparse/rows.cu", **gemm.constants(dtype), PACK=pack)
-        operands = {"x": rows, "gates": executor.empty((0,), "float32"), "slots": tokens, "rows": found}
+        operands: KernelArguments = {
+            "x": rows,
+            "gates": executor.empty((0,), "float32"),
+            "slots": tokens,
+            "rows": found,
+        }
         sizes = {"P": len(tokens), "d": n, "k": 1, "weighted": 0}
         module.launch("padded_gather", **gemm.per_element(elements // pack), **operands, **sizes)
     return found
@@ -219,7 +225,7 @@ def batch_shares(rows: Array, tokens: int, executor: Executor) -> tuple[Array, A
 def weigh_losses(load_balancing_loss: Array, router_z_loss: Array, part: Array, executor: Executor) -> Array:
     """Both losses, () float32 each, times this rank's part () float32 of the tokens: (2,) float32."""
     losses = executor.empty((2,), "float32")
-    given = {"load_balancing_loss": load_balancing_loss, "router_z_loss": router_z_loss, "part": part}
+    given: KernelArguments = {"load_balancing_loss": load_balancing_loss, "router_z_loss": router_z_loss, "part": part}
     _batch(executor).launch("weigh_losses", grid=1, block=THREADS, **given, losses=losses)
     return losses
 

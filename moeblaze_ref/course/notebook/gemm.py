@@ -185,7 +185,7 @@ def gather_picture(dispatch: Dispatch, expert: int) -> Figure:
     checks.check_int("expert", expert, at_least=0, at_most=dispatch.E - 1)
     figure, axes = board(10, 0.7 + 0.34 * dispatch.R, xlim=(-0.5, 19), ylim=(dispatch.R + 0.3, -1.4))
     begin, end = dispatch.expert_token_offsets[expert : expert + 2].tolist()
-    tokens, color = dispatch.expert_token_indices.tolist(), EXPERT_COLORS[expert % len(EXPERT_COLORS)]
+    tokens, color = np.asarray(dispatch.expert_token_indices).tolist(), EXPERT_COLORS[expert % len(EXPERT_COLORS)]
     owners = np.repeat(np.arange(dispatch.E), np.diff(dispatch.expert_token_offsets)).tolist()
     top = (dispatch.R - dispatch.L) / 2
     for token in range(dispatch.L):

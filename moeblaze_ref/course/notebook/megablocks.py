@@ -317,7 +317,7 @@ def topology_picture(topology: Topology, E: int) -> Figure:
     """
     high, wide = _grid(topology)
     arrays = topology.arrays()
-    long = max(array.size for array in arrays.values())
+    long = max(map(len, arrays.values()))
     tall = high + len(arrays) * 1.25
     limits = {"xlim": (-6.5, max(wide, long) + 0.5), "ylim": (tall + 1.2, -1.2)}
     figure, axes = board(10, 0.36 * tall + 1.3, **limits, aspect="equal")

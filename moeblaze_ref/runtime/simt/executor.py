@@ -381,7 +381,7 @@ def array_of(value: Any) -> np.ndarray | None:
     array = value.array if isinstance(value, TensorMap) else value
     if not isinstance(array, np.ndarray):
         return None
-    return whole_rows(array) if isinstance(value, TensorMap) and array.ndim == 2 else array
+    return np.asarray(whole_rows(array)) if isinstance(value, TensorMap) and array.ndim == 2 else array
 
 
 def place_of(array: np.ndarray) -> tuple[int, int]:

@@ -205,8 +205,9 @@ def _checkpoint_cases() -> Iterator[Case]:
             "w1": _random(rng, E, d, h, scale=d**-0.5),
             "w2": _random(rng, E, d, h, scale=d**-0.5),
             "w3": _random(rng, E, h, d, scale=h**-0.5),
-            **dispatch.build_by_sort(random_topk(L, E, k, routing), E).arrays(),
         }
+        structures = dispatch.build_by_sort(random_topk(L, E, k, routing), E).arrays()
+        inputs |= {name: np.asarray(array) for name, array in structures.items()}
         d_out = _random(rng, L, d)
         allowed = account(config, "moeblaze", "paper").kept_bytes
         yield Case(name, inputs, d_out, allowed, partial(_differentiated, _experts, inputs, d_out))

@@ -29,8 +29,8 @@ def _announced(expert_token_indices, k, announced):
 def _missing_pair(tokens, printed, token_expert_indices):
     right = dispatch.build(np.array(tokens, np.int32), GOLDEN_NUM_EXPERTS).token_expert_indices
     found = whole_numbers("token_expert_indices", token_expert_indices, (None,))
-    if found.size != right.size:
-        return f"token_expert_indices has {found.size} entries, but five tokens with two experts each have {right.size}"
+    if len(found) != len(right):
+        return f"token_expert_indices has {len(found)} entries, but five tokens with two experts each have {len(right)}"
     wrong = np.flatnonzero(found != right)
     if not wrong.size:
         return ""
