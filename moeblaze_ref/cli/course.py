@@ -110,6 +110,7 @@ def grade(
 ):
     """Check every answer of every notebook in a confined process, and write a CSV."""
     from rich.table import Table
+    from rich.text import Text
 
     from moeblaze_ref.core import records
     from moeblaze_ref.core.units import GIB
@@ -131,7 +132,7 @@ def grade(
         records.replace(out, lambda part: part.write_text(text.getvalue(), "utf-8", newline=""), begins, force)
     table = Table("submission", *grading.VERDICTS)
     for name, counts in grading.totals(grades).items():
-        table.add_row(name, *map(str, counts.values()))
+        table.add_row(Text(name), *map(str, counts.values()))
     stdout().print(table)
     print_text(f"{len(found)} submissions, {len(grades)} answers: {out}")
 

@@ -248,9 +248,12 @@ def _gaps_to_oracle(found: Found) -> Rows:
 
 
 def memory(found: Sequence[Found]) -> list[str]:
-    """The largest step of each layer, and what the largest step that all can make costs it."""
+    """The largest step of each layer, and what the largest step that was tried with all and that all made costs it."""
     columns = ["layer", "largest L", "times the oracle's", "kept, MiB", "peak, MiB", "step, ms", "at L"]
-    where = "Kept, peak and time are those at the largest L that every layer can make, which the last column names."
+    where = (
+        "Kept, peak and time are those at the L of the last column. "
+        "This is the largest L that was tried with every layer and that all of them made."
+    )
     verdict = lambda one: f"moeblaze, minimal makes as large a step as any other system: {_result(one)}."
     return [where, _table(columns, _walls, found), _each(verdict, found)]
 

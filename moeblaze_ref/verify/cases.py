@@ -424,6 +424,11 @@ def wide_block_cases() -> list[Case]:
     return [replace(make_case(140, 8, block, 2, 1, "hot", f"blocks of {block}"), block=block) for block in WIDE_BLOCKS]
 
 
+def odd_block_case() -> Case:
+    """Return a small layer whose blocks have a side that is no power of two."""
+    return replace(make_case(13, 8, 12, 4, 2, "zipf", "blocks of 3"), block=3)
+
+
 def whole_block_cases() -> list[Case]:
     """Layers of whole blocks, for tiles that take no others: every activation, odd and even numbers of blocks in h."""
     return [

@@ -217,12 +217,12 @@ def _shown(context: BaseContext) -> Iterator[Connection]:
         reader.join(timeout=5)  # unless the kernel has left a process of its own behind
         receiving.close()
         more = f"\n... and {left_out:,} bytes more\n" if left_out else ""
-        sys.stderr.write(_harmless(beginning.decode(errors="replace")) + more)
+        sys.stderr.write(harmless(beginning.decode(errors="replace")) + more)
 
 
-def _harmless(printed: str) -> str:
-    """The text without what steers a terminal: other control characters than line ends and tabs as escapes."""
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in printed)
+def harmless(text: str, keep: str = "\n\t") -> str:
+    """Return the text without what steers a terminal: control characters other than ``keep`` as escapes."""
+    return "".join(one if one.isprintable() or one in keep else ascii(one)[1:-1] for one in text)
 
 
 # ---- the processes that supervise and compare -----------------------------------------------------

@@ -152,6 +152,14 @@ BY_OTHER_MEANS = {
 
 # Wrong for a reason that the exercise is about, and what the check says of it.
 ALMOST = {
+    "whole-blocks": (
+        ("(rows + side - 1) // side * side", "(rows + side - 1) & ~(side - 1)"),
+        r"\(blocks of 3\): padded_offsets\[1\] is \d+, but must be",
+    ),
+    "sixteen-bytes": (
+        ("gate * to_float(pack", "to_float(from_float<Scalar>(gate)) * to_float(pack"),
+        r"d_y\[\d+, \d\] is .*, but must be",
+    ),
     "stable-softmax": (
         (
             "            total += math.exp(logits[token, e] - peak)\n        for e in range(num_experts):\n"
@@ -180,6 +188,12 @@ ALMOST = {
 
 # Right, with other words than the solution's.
 RIGHT_TOO = {
+    "sixteen-bytes": (
+        (
+            "from_float<Scalar>(gate * to_float(pack.elements[i]))",
+            "from_float<Scalar>(to_float(pack.elements[i]) * gate)",
+        ),
+    ),
     "softmax-mean": (
         (
             "(d_gates[token * k + j] - shift) * share_of(of_gates, row[chosen[j]])",

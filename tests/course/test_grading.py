@@ -271,6 +271,43 @@ def test_a_message_is_no_formula_of_a_spreadsheet(tmp_path):
     assert "\n'=one.ipynb," in (tmp_path / "x.csv").read_text() and "\n=" not in (tmp_path / "x.csv").read_text()
 
 
+CONTROL = re.compile(r"[^\n\r -~¡-\U0010ffff]")  # ESC, BEL and the others; csv ends its lines by \r\n
+RAISES = "raise ValueError('\\033[2J\\a\\x9b1m')\n"
+
+
+@pytest.mark.parametrize(
+    ("cell", "exercise", "message"),
+    [
+        (f"def fail():\n    {RAISES}" + PREDICTED.format("fail()", 1), "first-wall", r"ValueError: \x1b[2J\x07\x9b1m"),
+        (EXERCISES["saved-bytes"].cell(RAISES), "saved-bytes", r"ValueError: \x1b[2J\x07\x9b1m"),
+        (kernel("missing-barrier", "int count = 0;", "int count = 0; \x1b[2J\a"), "missing-barrier", r"\x1b"),
+    ],
+)
+def test_a_message_cannot_steer_a_terminal(cell, exercise, message, tmp_path):
+    notebook(tmp_path / "one.ipynb", cell)
+    assert moeblaze("course", "grade", tmp_path, "--out", tmp_path / "x.csv").exit_code == 0
+    text = (tmp_path / "x.csv").read_text("utf-8")
+    assert not CONTROL.search(text)
+    assert message in next(row["message"] for row in csv.DictReader(text.splitlines()) if row["exercise"] == exercise)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("=cmd\x1b[2J", r"=cmd\x1b[2J"),
+        ("one\nright two\ttabs", r"one\nright two\ttabs"),
+        ("\u202eleft", r"\u202eleft"),
+        ("[bold]é[]b", "[bold]é[]b"),
+    ],
+)
+def test_a_name_cannot_steer_a_terminal_or_the_table(name, shown, tmp_path):
+    notebook(tmp_path / "in" / name / "one.ipynb", PREDICTED.format(1, 1))
+    done = moeblaze("course", "grade", tmp_path / "in", "--out", tmp_path / "x.csv")
+    assert done.exit_code == 0 and f"{shown}/one.ipynb" in done.stdout and not CONTROL.search(done.stdout)
+    text = (tmp_path / "x.csv").read_text("utf-8")
+    assert f"{shown}/one.ipynb" in text and not CONTROL.search(text)
+
+
 def test_where_the_network_is_open_it_must_be_allowed(tmp_path, monkeypatch):
     notebook(tmp_path / "one.ipynb", PREDICTED.format(134_217_728, 2**30))
     monkeypatch.setattr(grading, "open_network", lambda: True)

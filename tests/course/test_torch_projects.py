@@ -45,6 +45,7 @@ BY_AUTOGRAD = """\
             out = (a * torch.sigmoid(a) * b) @ w3
             return torch.autograd.grad(out, leaves, d_out)
 """
+BY_LENGTHS = "BUFFERS.setdefault((w1.shape, tuple(lengths.tolist())), torch.zeros_like(w1))\n"
 SAVED = "x, w1, w2, w3, a, b = ctx.saved_tensors\n"
 CHECKPOINT_BY_AUTOGRAD = """\
         with torch.enable_grad():
@@ -74,6 +75,8 @@ CHECKPOINT_BY_AUTOGRAD = """\
         # More saved than allowed.
         ("earlier-step", [("import torch\n", "import torch\n\nBUFFERS = {}\n"),
                           ("torch.zeros_like(w1)\n", "BUFFERS.setdefault(w1.shape, torch.zeros_like(w1)).zero_()\n")],
+         "at the end: gradient 1 of an earlier step has changed: a later step writes into its memory"),
+        ("earlier-step", [("import torch\n", "import torch\n\nBUFFERS = {}\n"), ("torch.zeros_like(w1)\n", BY_LENGTHS)],
          "at the end: gradient 1 of an earlier step has changed: a later step writes into its memory"),
         ("earlier-step", [("save_for_backward(rows, w1, lengths)", "save_for_backward(rows, w1, lengths, rows * 1)"),
                           ("rows, w1, lengths = ctx", "rows, w1, lengths, _ = ctx")],
@@ -109,6 +112,8 @@ CHECKPOINT_BY_AUTOGRAD = """\
         ("saved-bytes", [("kept = {}", "import os\n    kept = {}")], "imports os, but"),
         ("saved-bytes", [("kept = {}", "kept = eval('{}')")], "names eval, but the answer must do without it"),
         ("saved-bytes", [("kept = {}", "kept = ().__class__")], "names __class__, but the answer must do without it"),
+        ("saved-bytes", [("storage.data_ptr() not in", "storage._cdata not in")],
+         r"names _cdata, but the answer must do without it: `data_ptr\(\)` says which storage it is"),
         ("saved-bytes", [("kept = {}", "kept = {")], r"SyntaxError: .*\(saved-bytes.py, line \d+\)"),
         # A count that is nearly right.
         ("saved-bytes", [("if storage.data_ptr() not in weights", "if True")], "more than the account"),
@@ -301,6 +306,7 @@ def test_the_questions_have_the_numbers_of_the_projects():
     question = EXERCISES["balance-router"].question
     assert f"{router.STEPS} steps of {router.TOKENS} tokens" in question and f"have {router.BOUND} times" in question
     assert "five layers" in EXERCISES["saved-bytes"].question and len(counter.LAYERS) == 5
+    assert "A storage's address, `data_ptr()`" in EXERCISES["saved-bytes"].question
     assert "four routings" in EXERCISES["graph-safe"].question and len(graph.ROUTINGS) == 4
 
 

@@ -693,6 +693,7 @@ def test_the_first_change_is_named_inside_the_picture():
 def test_every_layer_has_its_largest_step_beside_its_costs_at_one_size():
     found = records()["memory"]
     lines = report.summary(found).splitlines()
+    assert "This is the largest L that was tried with every layer and that all of them made." in lines[2]
     assert "| oracle | 16 | 1.00 | 54 | 60 | 16 | 16 |" in lines
     assert f"| {wall.OURS} | 24 | 1.50 | 54 | 60 | 16 | 16 |" in lines
     assert "| moeblaze, inputs | 16 or more | 1.00 | 54 | 60 | 16 | 16 |" in lines

@@ -197,6 +197,7 @@ class KernelExercise(CodeExercise):
     change: tuple[str, str]  #: lines of the solution, ``...`` for any between, and what the reader finds in their place
     budgets: tuple[str, ...]  #: of memory, as of `checker.examine`
     division: tuple[str, ...]  #: budgets of how the threads divide the work
+    rounded_once: bool = False  #: True if the check compares bits, as of `checker.prepare`
 
     noun = "kernel"
 
@@ -236,10 +237,8 @@ class KernelExercise(CodeExercise):
 
     def examine(self, text: str, limits: guard.Limits, stop: Iterable[Connection] = ()) -> Checked:
         """Check a kernel by `checker.examine`."""
-        budgets = *self.budgets, *self.division
-        verdict = in_subprocess.examine_text(
-            self.file, text, self.entry, self.task, limits, stop, budgets=budgets, **self.launch
-        )
+        options = {"budgets": (*self.budgets, *self.division), "rounded_once": self.rounded_once, **self.launch}
+        verdict = in_subprocess.examine_text(self.file, text, self.entry, self.task, limits, stop, **options)
         return Checked(verdict.first_problem, verdict.report)
 
 

@@ -81,12 +81,16 @@ def grade(folder: Path, limits: guard.Limits = LIMITS, jobs: int = 1) -> Iterato
     paths = submissions(folder)
     with ThreadPoolExecutor(jobs) as pool:
         for grades in pool.map(lambda path: [*_grades(path, str(path.relative_to(folder)), limits)], paths):
-            yield from (Grade(*map(_printable, grade)) for grade in grades)
+            yield from map(_harmless, grades)
 
 
-def _printable(text: str) -> str:
-    """The text, with what is no character written as \\udcfc: a file name of another encoding has such."""
-    return text.encode("utf-8", "backslashreplace").decode()
+def _harmless(grade: Grade) -> Grade:
+    """Return the grade with control characters as escapes.
+
+    A file name may also have line ends, and bytes that are no character: those of another encoding become \\udcfc.
+    """
+    name, *others = grade
+    return Grade(in_subprocess.harmless(name, keep=""), *map(in_subprocess.harmless, others))
 
 
 def _grades(path: Path, name: str, limits: guard.Limits) -> Iterator[Grade]:

@@ -17,6 +17,7 @@ from moeblaze_ref.verify.cases import (
     Case,
     deep_case,
     many_tokens_case,
+    odd_block_case,
     renormalised,
     simulator_cases,
     standard_cases,
@@ -86,6 +87,7 @@ def prepare(
     activation: str = "swiglu",
     dtype: str = "float32",
     constants: dict[str, Any] | None = None,
+    rounded_once: bool = False,
     cases: Iterable[Case] | None = None,
     small: bool = False,
     numba_runner: Callable[[], str] = partial(runner_of, "numba"),
@@ -115,10 +117,13 @@ def prepare(
         float32, float16 or bfloat16, the type Scalar of a .cu file; Numba kernels have float32.
     constants : dict, optional
         More preprocessor constants of a .cu file.
+    rounded_once : bool
+        Compare bits with the exact results, rounded to float32 and then to the dtype. Only for outputs whose elements
+        are one product each: a sum depends on its order.
     cases : iterable of Case, optional
         Default: `cases.standard_cases`, `cases.telling_cases` and `cases.wide_cases`, and of the dispatch
-        ``TOKENS`` tokens, except in Numba's simulator; for a .cu file that uses the constant RENORMALIZE, each with
-        k > 1 again with renormalised gates.
+        ``TOKENS`` tokens, except in Numba's simulator; of block_sparse in float32 `cases.odd_block_case`; for a .cu
+        file that uses the constant RENORMALIZE, each with k > 1 again with renormalised gates.
     small : bool
         Leave out, or cut to size, what of the standard cases is too large for a simulator, as Numba's always does, and
         leave out the wide ones. Numba's simulator gets `cases.simulator_cases` in place of the telling ones.
@@ -142,6 +147,7 @@ def prepare(
         activation=activation,
         dtype=dtype,
         constants=constants or {},
+        rounded_once=rounded_once,
     )
     runner = numba_runner() if terms.backend == "numba" else terms.backend
     if cases is not None or small:
@@ -164,6 +170,8 @@ def _cases(terms: Terms, runner: str, small: bool) -> list[Case]:
     if small:
         standard, wide = check.cut_to_size(standard), [] if runner == "simulator" else [deep_case()]
         telling = simulator_cases() if runner == "simulator" else telling
+    if terms.contract.stage == "block_sparse" and terms.dtype == "float32":  # narrow types need multiples of 8
+        telling = [*telling, odd_block_case()]
     cases = standard + telling + wide
     if not isinstance(terms.kernel, CudaKernel) or "RENORMALIZE" not in terms.kernel.text:
         return cases

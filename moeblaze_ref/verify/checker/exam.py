@@ -18,7 +18,7 @@ from moeblaze_ref.verify.cases import Case
 from moeblaze_ref.verify.checker.budgets import Budget
 from moeblaze_ref.verify.checker.contracts import Arrays, dtype_of, set_problem
 from moeblaze_ref.verify.checker.kernels import CudaKernel
-from moeblaze_ref.verify.checker.report import Difference, Report, Result, first_difference, unlike
+from moeblaze_ref.verify.checker.report import Difference, Report, Result, first_difference, first_other_bits, unlike
 from moeblaze_ref.verify.checker.runners import RUNNERS, Runner
 from moeblaze_ref.verify.checker.trial import Answer, Description, Step, Terms, Trial
 from moeblaze_ref.verify.large import readers
@@ -114,7 +114,10 @@ class Exam:
         return Result(shape, "; ".join(filter(None, problems)), wrong, answer.counts, missed)
 
     def _difference(self, step: Step) -> Difference | None:
-        return first_difference(step.problem, step.outputs[0], self._baseline(step.problem.case))
+        problem, found = step.problem, step.outputs[0]
+        if self.terms.rounded_once:
+            return first_other_bits(problem, found)
+        return first_difference(problem, found, self._baseline(problem.case))
 
     def _baseline(self, case: Case) -> Arrays:
         """Return plain torch's results in the case's dtype, for the bounds of narrow dtypes."""

@@ -62,6 +62,12 @@ def first_difference(problem: Problem, found: Arrays, baseline: Arrays) -> Diffe
     return None
 
 
+def first_other_bits(problem: Problem, found: Arrays) -> Difference | None:
+    """Return the first element whose bits are not the exact result's, rounded to float32 and then to the dtype."""
+    right = {name: exact.astype(np.float32) for name, exact in problem.expected.items() if name in found}
+    return unlike(problem, found, {name: array.astype(found[name].dtype) for name, array in right.items()})
+
+
 def _bound(name: str, dtype: str, expected: Arrays, baseline: Arrays) -> float:
     if dtype in comparisons.BOUNDS or name in baseline:
         return comparisons.bound_of(name, expected, dtype, baseline)

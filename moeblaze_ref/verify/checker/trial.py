@@ -67,6 +67,7 @@ class Terms:
     activation: str
     dtype: str
     constants: dict[str, Any]  #: preprocessor constants beyond the project's
+    rounded_once: bool = False  #: True if the comparison is of bits, as of `checker.prepare`
 
     def __post_init__(self):
         checks.check_name("backend", self.backend, BACKENDS)

@@ -15,6 +15,7 @@ FUNCTIONS = (  #: of Python, refused
     *("__import__", "breakpoint", "compile", "eval", "exec", "getattr", "globals", "input", "locals", "open"),
     *("setattr", "vars"),
 )
+IN_PLACE = {"_cdata": ": `data_ptr()` says which storage it is"}  #: what to use in place of a name that is refused
 METHODS = ("__call__", "__enter__", "__exit__", "__init__", "__torch_dispatch__", "__torch_function__")
 
 
@@ -53,7 +54,7 @@ class Cell(NamedTuple):
         for name in _names(node):
             private = name.startswith("_") and name.strip("_") and name not in METHODS
             if private or name in (*FUNCTIONS, *self.refused):
-                yield f"names {name}, but the answer must do without it"
+                yield f"names {name}, but the answer must do without it{IN_PLACE.get(name, '')}"
 
     def define(self) -> Any:
         """Run the code, and return what it defines under its name.

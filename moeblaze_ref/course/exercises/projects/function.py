@@ -261,12 +261,13 @@ _GROUPS = {  # rows of each expert, one step after another
     "one expert has all rows": (0, 0, 9),
     "no rows": (0, 0, 0),
     "other sizes": (1, 6, 0, 2),
+    "the lengths of the second step again": (5, 0, 4),
 }
 
 
 def _grouped_cases() -> Iterator[Case]:
-    for name, lengths in _GROUPS.items():
-        rng = np.random.default_rng(sum(lengths) + len(lengths))
+    for step, (name, lengths) in enumerate(_GROUPS.items()):
+        rng = np.random.default_rng(step)
         rows, w1 = _random(rng, sum(lengths), 6), _random(rng, len(lengths), 6, 8, scale=6**-0.5)
         inputs = {"rows": rows, "w1": w1, "lengths": np.array(lengths)}
         d_out = _random(rng, sum(lengths), 8)

@@ -252,14 +252,16 @@ EXERCISES: tuple[Exercise, ...] = (
         kind="cuda",
         question="""`Scalar` is bfloat16, and a thread has eight neighbours: 16 bytes, the most that one instruction
             moves. Load the eight elements of `d_out` at `from` as one `Pack`, multiply each by `gate` in float32, and
-            store them at `to` of `d_y`. Each result is rounded once. The numbers of a pack are `pack.elements[i]`:
-            `to_float` makes a float of one, and `from_float<Scalar>` rounds a float.""",
+            store them at `to` of `d_y`. Only the products are rounded to bfloat16, the gate is not: each product has
+            one right result, and the check compares its bits. The numbers of a pack are `pack.elements[i]`: `to_float`
+            makes a float of one, and `from_float<Scalar>` rounds a float.""",
         task="combine.d_y",
         kernel=Kernel("d_y", SIXTEEN_BYTES, grid="ceil(R d / 8 / THREADS)", dtype="bfloat16"),
         change=(
             "    Pack<Scalar, PACK> pack = load_pack<PACK>(d_out + from);\n...\n    store_pack(d_y + to, pack);\n",
             "    // Your part: one load, eight products, one store.\n",
         ),
+        rounded_once=True,
         budgets=("read of d_out <= 2 R d", "written <= 2 R d"),
         division=("accesses <= 4", "barriers <= 0", "threads >= R d / 8"),
         hints=(
@@ -268,8 +270,7 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         why="""A thread makes two accesses to rows in place of sixteen. The bytes are the same, but a warp asks for 512
             of them at once, so fewer instructions wait for memory. The address must be a multiple of 16 bytes, so `d`
-            must be a multiple of eight. The check allows twice the error of plain torch, so it cannot see whether you
-            rounded the gate too.""",
+            must be a multiple of eight. A gate that is rounded too changes the last bit of some products.""",
     ),
     KernelExercise(
         name="warp-a-row",

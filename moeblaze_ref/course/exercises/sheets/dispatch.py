@@ -369,6 +369,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "The lower lanes of lane `l` are the bits of `(1u << l) - 1`. Mask the votes with them, and count.",
         ),
         why="""One vote and one count give each lane its prefix sum over the warp. The kernel has no barrier, and a
-            warp that is done does not wait for the others.""",
+            warp that is done does not wait for the others. A vote waits for every named lane that has not left the
+            kernel, on a GPU and here. So the check cannot see a lane that skips the vote and then leaves.""",
     ),
 )

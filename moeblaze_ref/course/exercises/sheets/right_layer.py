@@ -185,6 +185,7 @@ EXERCISES: tuple[Exercise, ...] = (
             "`d_w1` is memory of an earlier step. An expert without rows writes nothing into it.",
         ),
         why="""A test of one step cannot find this. For this reason the check runs a second step of the same shape with
-            other tokens, and routings with idle experts.""",
+            other tokens, and routings with idle experts. The last step has the lengths of the second again. Then the
+            check looks at the gradients of all steps once more.""",
     ),
 )

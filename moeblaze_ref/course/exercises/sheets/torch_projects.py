@@ -298,8 +298,8 @@ EXERCISES: tuple[Exercise, ...] = (
         difficulty=2,
         question="""`saved_tensors_hooks` calls `pack` for every tensor that autograd saves. The function below adds up
             their bytes, and counts too much. Make it count what lives until the backward: every storage once, and no
-            weights. It must find the bytes of the account for five layers of plain torch, with gated and ungated
-            activations, in float32 and bfloat16.""",
+            weights. A storage's address, `data_ptr()`, says which storage it is. The function must find the bytes of
+            the account for five layers of plain torch, with gated and ungated activations, in float32 and bfloat16.""",
         project="counter.SAVED_BYTES",
         changes=COUNTER_CHANGES,
         solution=COUNTER,
