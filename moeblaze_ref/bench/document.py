@@ -195,7 +195,7 @@ OF_OTHER_FILES: dict[str, Callable[[], str]] = {
     "trials": _trials,
     "systems": _of_file(results.SYSTEMS, _with_place("layer")),
     "ladder": _of_file(results.LADDER, _with_place("ladder")),
-    "series": _of_file(results.LADDER, lambda found: f"{_place(found)}\n\n{findings.series(found)}"),
+    "series": _of_gpus("ladder", lambda found: f"{_place(found)}\n\n{findings.series(found)}"),
     "counters": _of_file(results.COUNTERS, _with_place("counters")),
     "why": _of_file(results.COUNTERS, findings.why),
     "facts": _of_file(results.COUNTERS, findings.facts),
