@@ -66,9 +66,9 @@ def pytest_configure():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Two processes more than there are cores: some tests wait, for pip, a browser or a rank that does not answer."""
+    """A process more than there are cores: some tests wait, for pip, a browser or a rank that does not answer."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-    return len(cores) + 2
+    return len(cores) + 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -134,7 +134,6 @@ def test_what_is_copied(monkeypatch, rows, long, copied):
         expected = copied if version == gemm.HOPPER else set()
         assert {name for name, one in (("x", tokens is not x), ("w1", w1 is not weights.w1)) if one} == expected
         assert np.array_equal(tokens, x) and np.array_equal(w1, weights.w1)
-    assert gemm.weights_in_sectors(SimtExecutor(), gemm.HOPPER, None, dispatch) is None
 
 
 def test_nothing_is_copied_that_begins_with_a_sector(copying):
