@@ -51,6 +51,7 @@ class FakeExecutor(TorchExecutor):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.name, self.capability, self.multiprocessors = _stood_for(device)
+        self.instrumented = False  # as the executor of a CPU's layers
         self.load = functools.cache(self._load)
 
     def tensor_map(self, tensor: Tensor, box: tuple[int, ...]) -> TensorMap:

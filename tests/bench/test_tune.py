@@ -13,6 +13,7 @@ from moeblaze_ref.bench import tune
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core.config import MoEConfig, preset
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
+from moeblaze_ref.runtime.torch_bridge import CpuBridge
 
 TINY = MoEConfig(L=40, d=16, h=24, E=3, k=2)
 LAYER = (2**20, 16, 1024, 4096)  # R, E, d, h: long groups, small weights
@@ -61,6 +62,13 @@ def table(tmp_path, monkeypatch):
 def test_the_table_is_asked_for_this_gpu_version_kernel_and_class_of_layers(table):
     table({"runs": [run("8.0", []), run()]})
     assert tiles.choose(OnGpu(), "3_mma", "d_w", *LAYER) == WIDE
+
+
+def test_a_layer_on_a_cpu_has_smaller_tiles_than_the_check_of_its_kernels():
+    layers, checks = CpuBridge().executor, SimtExecutor()
+    assert tiles.choose(layers, "3_mma", "d_w", *LAYER) == tiles.CPU_TILE
+    assert tiles.choose(checks, "3_mma", "d_w", *LAYER) == tiles.DEFAULTS["3_mma"]
+    assert tiles.choose(layers, "7_persistent", "d_w", *LAYER) == tiles.DEFAULTS["7_persistent"]
 
 
 @pytest.mark.parametrize(

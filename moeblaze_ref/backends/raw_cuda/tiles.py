@@ -163,6 +163,9 @@ FIXED: dict[str, Tile] = {
     "6_specialized": WarpgroupTile(threads=192, stages=3, stage_barriers=2),
 }
 DEFAULTS = {version: candidates[0] for version, candidates in CANDIDATES.items()} | FIXED
+# Of 3_mma in layers on a CPU. Rows and columns that a tile has too many cost time there as the others do, and
+# products on a CPU are small.
+CPU_TILE = MmaTile(rows=64, columns=64, warp_rows=32)
 
 _trial: ContextVar[Tile | None] = ContextVar("trial", default=None)
 
@@ -183,7 +186,7 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
     Parameters
     ----------
     executor : Executor
-        The SIMT executor takes the default: its speed does not matter.
+        A GPU decides by its table. The SIMT executor that checks takes the default, as most GPUs do.
     version, kernel : str
         A kernel of ``KERNELS``.
     rows, num_experts, d, h : int
@@ -204,6 +207,8 @@ def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts
     chosen = _trial.get()
     if chosen is None and executor.name == "cuda":
         chosen = _table().get((executor.capability, version, kernel, *shape_class(rows, num_experts, d, h)))
+    elif chosen is None and version == "3_mma" and not getattr(executor, "instrumented", True):
+        chosen = CPU_TILE
     return chosen or DEFAULTS[version]
 
 
