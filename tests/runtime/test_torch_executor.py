@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_layers import SIZES, make_layer, make_x
 
 import moeblaze_ref
+from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.bench import stages
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.nn import torch_layer, torch_node
@@ -69,7 +71,8 @@ def test_a_step_launches_what_it_launches_on_numpy_arrays(version, activation, m
     monkeypatch.setattr(torch_node, "bridge_to", lambda device: bridge)
     make_step(version=version, activation=activation)(with_losses=True)
     executor = idle(monkeypatch)
-    make_step(version=version, activation=activation)(with_losses=True)
+    with tiles.trying(tiles.CPU_TILE) if version == "3_mma" else nullcontext():  # as arrays on a CPU have
+        make_step(version=version, activation=activation)(with_losses=True)
     found = [launch for launch in executor.launches if launch[0] not in ("matmul", "add_product")]
     assert [launch[:4] for launch in found] == [launch[:4] for launch in launches]
     assert [[plain(v) for v in launch[4]] for launch in found] == [[plain(v) for v in launch[4]] for launch in launches]
