@@ -163,8 +163,7 @@ FIXED: dict[str, Tile] = {
     "6_specialized": WarpgroupTile(threads=192, stages=3, stage_barriers=2),
 }
 DEFAULTS = {version: candidates[0] for version, candidates in CANDIDATES.items()} | FIXED
-# Of 3_mma in layers on a CPU. Rows and columns that a tile has too many cost time there as the others do, and
-# products on a CPU are small.
+# Of 3_mma in layers on a CPU. Products are small there, and a tile's empty rows and columns cost as much as the others.
 CPU_TILE = MmaTile(rows=64, columns=64, warp_rows=32)
 
 _trial: ContextVar[Tile | None] = ContextVar("trial", default=None)
