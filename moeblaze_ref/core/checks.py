@@ -80,9 +80,8 @@ def check_scalar(name: str, value: Any) -> None:
     """``value`` is a finite number, or a floating-point array of one element without dimensions."""
     if hasattr(value, "dtype") and not isinstance(value, numbers.Real):
         check_array(name, value, 0, ("float32", "float64"))
-        check_finite(name, value)
-    else:
-        check_number(name, value)
+        value = float(value)
+    check_number(name, value)
 
 
 def check_positive(name: str, value: object) -> float:

@@ -69,6 +69,7 @@ def test_a_layer_on_a_cpu_has_smaller_tiles_than_the_check_of_its_kernels():
     assert tiles.choose(layers, "3_mma", "d_w", *LAYER) == tiles.CPU_TILE
     assert tiles.choose(checks, "3_mma", "d_w", *LAYER) == tiles.DEFAULTS["3_mma"]
     assert tiles.choose(layers, "7_persistent", "d_w", *LAYER) == tiles.DEFAULTS["7_persistent"]
+    assert tiles.CPU_TILE.columns == tiles.DEFAULTS["3_mma"].columns, "the accounting of gate_terms has the default's"
 
 
 @pytest.mark.parametrize(

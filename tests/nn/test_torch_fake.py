@@ -18,7 +18,6 @@ from without_memory import (
 )
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_cuda_layer
-from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.core.config import ACTIVATIONS, MoEConfig, preset
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account, megablocks_step_account, step_account
@@ -206,13 +205,9 @@ def test_at_full_size_a_layer_keeps_what_the_accounting_says(system, options, na
 @pytest.mark.parametrize("version", ["3_mma", "7_persistent"])
 @pytest.mark.parametrize(("system", "options"), [one for one in EACH_POLICY if one[0] in STEP_ACCOUNTS], ids=str)
 def test_at_full_size_the_peak_of_a_step_is_the_accountings(system, options, version, name):
-    """But for the 4 bytes of each sum: of the output, and of the two losses, which no one uses.
-
-    The accounting is of a GPU's tiles.
-    """
+    """But for the 4 bytes of each sum: of the output, and of the two losses, which no one uses."""
     config, sizes = at_full_size(name, system)
-    with tiles.trying(tiles.DEFAULTS[version]):
-        found = max(lifetimes_without_memory(of_the_output, system, version=version, **sizes, **options))
+    found = max(lifetimes_without_memory(of_the_output, system, version=version, **sizes, **options))
     beside_x = STEP_ACCOUNTS[system](config, version, **options).peak_bytes - 2 * config.L * config.d
     assert beside_x <= found <= beside_x + 12
 

@@ -427,6 +427,7 @@ SAVED = layer.forward(X, W, RAGGED.k).saved
         (dict(weights=W._replace(wg=W.wg[:, 1:])), ValueError, "w1 has shape"),
         (dict(weights=W._replace(w2=None)), ValueError, "w2 is None, but swiglu is gated"),
         (dict(d_load_balancing_loss=float("inf")), ValueError, "d_load_balancing_loss is inf"),
+        (dict(d_router_z_loss=np.array(np.nan)), ValueError, "d_router_z_loss is nan, but it must be finite"),
         (dict(wanted=["d_w4"]), ValueError, "unknown gradient 'd_w4'. Did you mean"),
         (dict(d_router_z_loss="1e-3 of it"), TypeError, "d_router_z_loss is '1e-3 of it'"),
     ],

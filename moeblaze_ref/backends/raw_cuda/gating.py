@@ -216,7 +216,7 @@ def forward_with_losses(
         "prob_sums": executor.empty((blocks, E), "float32"),
         "z_sums": executor.empty((blocks,), "float32"),
     }
-    load_balancing_loss, router_z_loss = executor.empty((), "float32"), executor.empty((), "float32")
+    losses: KernelArguments = {name: executor.empty((), "float32") for name in ("load_balancing_loss", "router_z_loss")}
     module.launch(
         "choose_experts",
         grid=blocks,
@@ -230,19 +230,8 @@ def forward_with_losses(
         E=E,
         k=k,
     )
-    module.launch(
-        "router_losses",
-        grid=1,
-        block=SUM_THREADS,
-        **sums,
-        load_balancing_loss=load_balancing_loss,
-        router_z_loss=router_z_loss,
-        blocks=blocks,
-        L=L,
-        E=E,
-        R=L * k,
-    )
-    return topk_experts, gates, load_balancing_loss, router_z_loss
+    module.launch("router_losses", grid=1, block=SUM_THREADS, **sums, **losses, blocks=blocks, L=L, E=E, R=L * k)
+    return topk_experts, gates, losses["load_balancing_loss"], losses["router_z_loss"]
 
 
 @implements(stage_contracts.GATING_BACKWARD_IN_KERNELS, ARRAYS)

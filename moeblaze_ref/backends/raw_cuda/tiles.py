@@ -163,8 +163,9 @@ FIXED: dict[str, Tile] = {
     "6_specialized": WarpgroupTile(threads=192, stages=3, stage_barriers=2),
 }
 DEFAULTS = {version: candidates[0] for version, candidates in CANDIDATES.items()} | FIXED
-# Of 3_mma in layers on a CPU. Products are small there, and a tile's empty rows and columns cost as much as the others.
-CPU_TILE = MmaTile(rows=64, columns=64, warp_rows=32)
+# Of 3_mma in layers on a CPU. Groups are short there, and a tile's empty rows cost as much as the others. It has the
+# default's columns, since the accounting counts a term of each gate's gradient for so many columns of h.
+CPU_TILE = MmaTile(rows=32, warp_rows=32)
 
 _trial: ContextVar[Tile | None] = ContextVar("trial", default=None)
 
