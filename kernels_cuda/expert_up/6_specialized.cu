@@ -18,7 +18,7 @@
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a gated
 // activation, else 1. C = ceil(G h / TILE_COLUMNS); tiles is the sum over the experts of ceil(rows / TILE_ROWS); blocks
 // is the whole grid. In an expert's last tile the last row takes the place of those that it lacks. 2 R d h G FLOPs.
-// Times as fast as 5_tma: 0.98 to 0.99 on an H100, 0.87 to 0.97 on an H200 (docs/results/ladder_*.json). Three blocks
+// Times as fast as 5_tma: 0.98 to 0.99 on an H100, 0.86 to 0.97 on an H200 (docs/results/ladder_*.json). Three blocks
 // of 5_tma fit on a multiprocessor and hide one another's loads, of this version two. 7_persistent is faster than both.
 // Bound: shared memory: a product of (64, 128, 16) reads 6 KiB in 64 cycles, and stages arrive at 64 bytes a cycle.
 #include "expert_rows.cuh"

@@ -68,7 +68,7 @@ def choose(topk: np.ndarray, source: np.ndarray, held: np.ndarray, num_nodes: in
         checks.check_array(name, array, rank, INTEGERS, contiguous=False)
         checks.check_index(name, array, limit, what)
     checks.check_shape("source", source, {"T": len(topk)})
-    nowhere = checks.first(~np.any(held, axis=1))
+    nowhere = checks.first(~held.any(axis=1))  # type: ignore[arg-type]  # not a scalar
     if nowhere:
         raise ValueError(f"expert {nowhere[0]} is on no GPU, but every expert needs one")
     return _choose(topk, source, packed(held), neighbours(G, num_nodes))

@@ -40,7 +40,7 @@ class Counted:
         checks.check_int("parts", len(self.counts), 1)
         checks.check_int("layers", self.layers, 1)
         checks.check_int("experts", self.num_experts, 1)
-        if silent := checks.first(~np.any(self.counts, axis=(0, 2))):
+        if silent := checks.first(~self.counts.any(axis=(0, 2))):  # type: ignore[arg-type]  # not a scalar
             raise ValueError(f"layer {silent[0]} has no counts")
 
     @property

@@ -122,7 +122,7 @@ class Copies(Map):
         for name, number in (("layers", self.layers), ("E", self.E), ("num_gpus", self.num_gpus)):
             checks.check_int(name, number, 1)
         check_nodes(self.num_nodes, self.num_gpus)
-        nowhere = checks.first(~np.any(self.held, axis=2))
+        nowhere = checks.first(~self.held.any(axis=2))  # type: ignore[arg-type]  # not a scalar
         if nowhere:
             raise ValueError(f"layer {nowhere[0]}: expert {nowhere[1]} is on no GPU, but every expert needs one")
 
