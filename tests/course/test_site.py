@@ -370,7 +370,7 @@ def test_runs_with_a_failure_are_counted(bad, tmp_path):
         "runs": [run, run | {bad: 1}, run | {"skipped": 2}],
     }
     (tmp_path / "tests_gpu.json").write_text(json.dumps(record))
-    assert "| `pytest x` | 3 | 7 | 1 |" in records.page(tmp_path)
+    assert "| a GPU | `pytest x` | 3 | 7 | 1 |" in records.page(tmp_path)
 
 
 def test_the_glossary_has_the_words_of_all_documents():

@@ -57,7 +57,7 @@ KINDS = {
 _PAGE = """# Results
 
 Every measured number of these pages comes from a file in `docs/results/`. The command that measured it wrote the file,
-except for `tests_h100.json`, whose note says so. `make docs` writes this page from those files.
+except for `tests_*.json`, whose notes say how they were made. `make docs` writes this page from those files.
 
 Each file stores hashes of the code that it measured. *Code changed since* follows a commit if the text
 of that code has changed, comments and docstrings aside. It does not mean that a number would change.
@@ -106,7 +106,7 @@ def page(folder: Path = DOCUMENT.with_suffix("")) -> str:
         checks=documents.table(columns, of_checks, words=4),
         tools=documents.table(["tool", "said"], tools, words=2),
         tests=documents.table(
-            ["command", "runs", "tests in each run, at least", "runs with a failure"], repeated, words=1
+            ["device", "command", "runs", "tests in each run, at least", "runs with a failure"], repeated, words=2
         ),
     )
 
@@ -139,7 +139,7 @@ def _repeated(record: dict[str, Any]) -> list[str]:
     runs = record["runs"]
     least = min(run["tests"] - run["skipped"] for run in runs)
     failed = sum(bool(run["returncode"] or run["failures"] or run["errors"]) for run in runs)
-    return [f"`{record['command']}`", str(len(runs)), str(least), str(failed)]
+    return [documents.device(record), f"`{record['command']}`", str(len(runs)), str(least), str(failed)]
 
 
 if __name__ == "__main__":
