@@ -81,7 +81,8 @@ def test_a_hook_refuses_what_is_wrong(hook, tmp_path):
 # What no formatter does
 
 
-def test_no_line_of_a_kernel_has_more_than_120_columns():
-    """Comments too, which clang-format leaves as they are."""
-    lines = {f"{file}:{n}": line for file in matching(CPP) for n, line in enumerate((ROOT / file).open(), 1)}
+@pytest.mark.parametrize("kind", [CPP, r"\.py$"])
+def test_no_line_of_code_has_more_than_120_columns(kind):
+    """Comments too, which clang-format leaves as they are, and ruff if they are for a tool."""
+    lines = {f"{file}:{n}": line for file in matching(kind) for n, line in enumerate((ROOT / file).open(), 1)}
     assert [place for place, line in lines.items() if len(line.rstrip("\n")) > 120] == []

@@ -27,7 +27,7 @@ TEXTS = {
 }  # fmt: skip
 HOPPER = (
     "kernels_cuda/include/hopper/", "kernels_cuda/include/tile_lists.cuh", "kernels_cuda/block_sparse/7_persistent.cu",
-    "kernels_cuda/expert_down/7_persistent.cu", "kernels_cuda/expert_up/5_tma.cu",
+    "kernels_cuda/expert_down/7_persistent.cu", "kernels_cuda/expert_up/4_wgmma.cu", "kernels_cuda/expert_up/5_tma.cu",
     "kernels_cuda/expert_up/6_specialized.cu", "kernels_cuda/expert_up/7_persistent.cu",
     "moeblaze_ref/course/notebook/hopper.py", "notebooks/06_hopper.ipynb",
     "tests/backends/test_tile_lists.py",

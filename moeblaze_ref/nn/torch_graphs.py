@@ -142,7 +142,7 @@ class LayerGraphs:
             refuse_transform(MoELayer.__name__)
         self._check_x(x)
         self._check_tensors(tensors)
-        outputs = _Replay.apply(self, x, *tensors.values())  # type: ignore[no-untyped-call]  # torch has no types for it
+        outputs = _Replay.apply(self, x, *tensors.values())  # type: ignore[no-untyped-call]  # torch has no type for it
         return MoEOutput(*outputs)
 
     def _check_x(self, x: Tensor) -> None:

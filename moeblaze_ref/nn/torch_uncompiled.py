@@ -11,7 +11,10 @@ import torch
 Returned = TypeVar("Returned")
 
 
-@torch.compiler.disable(reason="torch cannot compile an MoE layer of moeblaze_ref: leave out fullgraph=True")  # type: ignore[no-untyped-call, untyped-decorator]
+REASON = "torch cannot compile an MoE layer of moeblaze_ref: leave out fullgraph=True"
+
+
+@torch.compiler.disable(reason=REASON)  # type: ignore[no-untyped-call, untyped-decorator]
 def run(function: Callable[..., Returned], *arguments: Any) -> Returned:
     """``function(*arguments)``, outside of any compiled graph."""
     return function(*arguments)

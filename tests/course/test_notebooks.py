@@ -1530,8 +1530,8 @@ def test_the_picture_of_the_schedule_colours_every_tile(band):
 MEASURED = hopper.read_measured()
 
 
-def test_the_ladder_picture_shows_the_first_run():
-    for axes, name in zip(drawn(hopper.ladder_picture(MEASURED)).axes, ladder.PRESETS, strict=True):
+def test_the_series_picture_shows_the_first_run():
+    for axes, name in zip(drawn(hopper.series_picture(MEASURED)).axes, ladder.PRESETS, strict=True):
         rows = [row for row in hopper.first_of(MEASURED.ladder["rows"]) if row["preset"] == name]
         above = [row for row in rows if ladder.WHOLE not in row["ratio_to"]]
         assert [bar.get_width() for bar in axes.patches] == [row["tflops"] for row in above]
@@ -1870,7 +1870,7 @@ def test_shades_are_told_apart_without_colour():
         lambda: policies.modelled_pareto(64, 8, 16, 4, 2, "swiglu"),
         lambda: policies.budget_picture("conf4", 24),
         lambda: hopper.ring_picture(3),
-        lambda: hopper.ladder_picture(MEASURED),
+        lambda: hopper.series_picture(MEASURED),
         lambda: hopper.busy_picture(MEASURED),
         lambda: megablocks.fates_picture([300, 100], 1.0, 128),
         lambda: megablocks.tokens_picture(megablocks.recordings()["79 answers"], 10),

@@ -82,6 +82,9 @@ ASSIGNMENTS = (
         ("import numpy._core", "imports numpy._core"),
         ("gc = 1; gc.collect()", f"names the attribute collect, {BUT} name no attributes but T, add, "),
         ("x = numpy.f2py.sys", "names the attribute sys"),
+        ("x = np.float32(0)", f"takes float32 of np, which is not imported, {BUT} import "),
+        ("x = lambda np: np.float32", "names the attribute float32"),
+        ("x = open('mine')", f"names open, {BUT} use no names of Python but exceptions, __name__, abs, "),
         ("x = numpy.f2py", "takes f2py of numpy"),
         ("x = numpy.ctypeslib", "takes ctypeslib of numpy"),
         ("numpy.testing.runstring('import gc', {})", "names the attribute runstring"),
@@ -142,6 +145,11 @@ def test_a_python_text_that_reaches_behind_the_checker_is_refused_by_its_line(li
     with pytest.raises(ValueError) as error:
         check_source(f"import math, numpy\ny = 1\n{line}\n", "mine.py")
     assert str(error.value).startswith(f"mine.py, line {number}: {message}")
+
+
+def test_a_python_text_that_is_nested_too_deeply_is_refused():
+    with pytest.raises(ValueError, match="^mine.py is nested too deeply for Python to read it$"):
+        check_source("x = " + 200_000 * "-" + "1", "mine.py")
 
 
 @pytest.mark.parametrize("text", ASSIGNMENTS)

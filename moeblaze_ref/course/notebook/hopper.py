@@ -511,7 +511,7 @@ VERSION_COLORS = {
 }
 
 
-def ladder_picture(measured: Measured) -> Figure:
+def series_picture(measured: Measured) -> Figure:
     """Every step's rate, a panel for each preset, beside that of cuBLAS in the same run."""
     rows = [row for row in first_of(measured.ladder["rows"]) if ladder.WHOLE not in row["ratio_to"]]
     presets = list(dict.fromkeys(row["preset"] for row in rows))

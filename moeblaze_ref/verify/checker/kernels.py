@@ -312,7 +312,8 @@ class NumbaFile:
         return find_numba(functions[_known(self.place, self.name, functions, kernels)], self.label)
 
     def _module(self) -> ModuleType:
-        from moeblaze_ref.backends.numba_cuda import runtime  # noqa: F401  it decides where Numba runs, before anyone imports it
+        # It decides where Numba runs, before anyone imports Numba.
+        from moeblaze_ref.backends.numba_cuda import runtime  # noqa: F401
 
         try:
             if self.text is None:

@@ -53,6 +53,7 @@ FUNCTIONS = {
     *"abs all any bool dict divmod enumerate float int isinstance len list max min pow print range reversed".split(),
     *"round set slice sorted str sum tuple zip __name__".split(),
 }
+USUAL = {*MODULES, "np", "cuda"}  # names that modules have in most texts
 _CLASSES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
 EXCEPTIONS = {name for name, value in _CLASSES.items() if issubclass(value, BaseException)}
 
@@ -71,6 +72,8 @@ def check_source(text: str | bytes, file: str):
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
+    except (MemoryError, RecursionError):  # of Python's own parser
+        raise ValueError(f"{file} is nested too deeply for Python to read it") from None
     found = min(_Text(tree).refused(), default=None)
     if found:
         line, _, what, rule = found
@@ -83,6 +86,7 @@ class _Text:
     def __init__(self, tree: ast.Module):
         self.nodes: list[Any] = list(ast.walk(tree))  # ast.AST; nodes that may be refused have a line and a column
         self.modules = dict(reversed([pair for node in self.nodes for pair in _modules(node)]))  # the first counts
+        self.names = {name for node in self.nodes for name in _bound(node)}
 
     def refused(self) -> Iterator[tuple[int, int, str, str]]:
         """Line and column, what is refused there, and the rule."""
@@ -110,10 +114,12 @@ class _Text:
             case ast.ClassDef(name=name):
                 yield f"defines the class {name}", "may define functions alone"
             case ast.Name(id=name) if _is_pythons(name) and name not in FUNCTIONS | EXCEPTIONS:
-                yield f"names {name}", f"may name of Python exceptions, {_listed(FUNCTIONS)}"
+                yield f"names {name}", f"may use no names of Python but exceptions, {_listed(FUNCTIONS)}"
             case ast.Attribute(value=value, attr=name, ctx=ast.Store() | ast.Del() as context):
                 does = "deletes" if isinstance(context, ast.Del) else "assigns to"
                 yield f"{does} {_named(name, self._module(value))}", _ASSIGNMENT_RULE
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in USUAL - self.names:
+                yield f"takes {name} of {module}, which is not imported", _IMPORTS
             case ast.Attribute(value=value, attr=name):
                 owner = self._module(value)
                 if name not in (MODULES.get(owner, ATTRIBUTES) if owner else ATTRIBUTES):

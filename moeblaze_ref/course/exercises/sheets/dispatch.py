@@ -325,7 +325,7 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         budgets=("read <= 4 L E", "written <= 4 E"),
         division=(
-            "accesses <= 3 E ceil(L / THREADS) + E + (THREADS + 1) ceil(E / THREADS)",
+            "accesses <= 3 E ceil(L / THREADS) + 2 E + (THREADS + 1) ceil(E / THREADS)",
             "barriers <= 1",
             "threads >= THREADS",
         ),

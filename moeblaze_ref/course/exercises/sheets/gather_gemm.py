@@ -299,7 +299,7 @@ EXERCISES: tuple[Exercise, ...] = (
         kernel=numba_kernel(expert_down.expert_down_kernel),
         change=("y[position, column] = total", "y[slot, column] = total"),
         budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
-        division=("accesses <= 2 h + 3", "barriers <= 0", "threads >= R d"),
+        division=("accesses <= 2 h + 4", "barriers <= 0", "threads >= R d"),
         hints=(
             "List the arrays with `R` rows, and the order of each.",
             "`y` is in expert order. Which of `slot` and `position` is a row in expert order?",
