@@ -188,6 +188,25 @@ ALMOST = {
 
 # Right, with other words than the solution's.
 RIGHT_TOO = {
+    "own-counters": (
+        (
+            """    for expert in range(num_experts):
+        counts[mine + expert] = 0
+    for token in range(thread, num_tokens, THREADS):
+        for expert in range(num_experts):
+            if dense_map[token, expert] != EMPTY:
+                counts[mine + expert] += 1
+""",
+            """    for expert in range(num_experts):
+        seen = 0
+        for token in range(thread, num_tokens, THREADS):
+            if dense_map[token, expert] != EMPTY:
+                seen += 1
+        counts[mine + expert] = seen
+""",
+        ),
+    ),
+    "slot-order": (("y[position, column] = total", "y[token_index_map[slot], column] = total"),),
     "sixteen-bytes": (
         (
             "from_float<Scalar>(gate * to_float(pack.elements[i]))",
