@@ -1,8 +1,7 @@
 """A filter of system calls, which the kernel of Linux (seccomp) runs before each call of untrusted code.
 
 The filter refuses calls that act on other processes, on the whole machine, or on memory that outlives all processes,
-the network, and changes of a file's mode, owner, times and attributes, which Landlock does not refuse. No socket can
-be opened, not even one to a process of this machine; pairs of sockets can.
+and the network: every socket but those between processes of this machine.
 Many of these calls take a process id. The filter allows them for 0, which is the caller, and for the id of the process
 that installed it. It cannot tell the threads and children of that process from foreign processes, so it refuses calls
 that name those. It sees numbers only, never what a pointer leads to.
@@ -27,7 +26,7 @@ _CALL, _MACHINE, _ARGUMENTS = 0, 4, 16  # offsets into struct seccomp_data
 _X32 = 0x40000000  # the bit of calls with 32-bit pointers on x86-64
 _NAMESPACES = 0x7E020000  # CLONE_NEWNS, -NEWCGROUP, -NEWUTS, -NEWIPC, -NEWUSER, -NEWPID and -NEWNET
 _CLONE_THREAD = 0x00010000
-_PR_SET_DUMPABLE, _PRIO_USER, _IOPRIO_WHO_USER = 4, 2, 3
+_PR_SET_DUMPABLE, _PRIO_USER, _IOPRIO_WHO_USER, _AF_UNIX = 4, 2, 3, 1
 
 # AUDIT_ARCH_..., the place in `Call.numbers`, and the number of the system call seccomp.
 _MACHINES = {"x86_64": (0xC000003E, 0, 317), "aarch64": (0xC00000B7, 1, 277)}
@@ -69,6 +68,11 @@ def _on_other_processes(process: int, index: int = 0) -> Block:
 def _with_value(value: int, otherwise: Callable[[int], Block] = lambda process: _ALLOWED) -> Callable[[int], Block]:
     """Refuse a call whose first argument is this value."""
     return lambda process: [_argument(0), _instruction(_EQUAL, value, otherwise=1), *_REFUSED, *otherwise(process)]
+
+
+def _without_value(value: int) -> Callable[[int], Block]:
+    """Refuse a call whose first argument is another than this value."""
+    return lambda process: [_argument(0), _instruction(_EQUAL, value, then=1), *_REFUSED, *_ALLOWED]
 
 
 def _with_bits(bits: int) -> Callable[[int], Block]:
@@ -151,29 +155,8 @@ CALLS = {
     "mq_unlink": Call((241, 181)),
     "memfd_secret": Call((447, 447)),
     # The network, and the calls that would open a socket unseen.
-    "socket": Call((41, 198)),
+    "socket": Call((41, 198), _without_value(_AF_UNIX)),
     "io_uring_setup": Call((425, 425)),
-    # The mode, owner, times and attributes of files.
-    "chmod": Call((90, _NO_CALL)),
-    "fchmod": Call((91, 52)),
-    "fchmodat": Call((268, 53)),
-    "fchmodat2": Call((452, 452)),
-    "chown": Call((92, _NO_CALL)),
-    "fchown": Call((93, 55)),
-    "lchown": Call((94, _NO_CALL)),
-    "fchownat": Call((260, 54)),
-    "utime": Call((132, _NO_CALL)),
-    "utimes": Call((235, _NO_CALL)),
-    "futimesat": Call((261, _NO_CALL)),
-    "utimensat": Call((280, 88)),
-    "setxattr": Call((188, 5)),
-    "lsetxattr": Call((189, 6)),
-    "fsetxattr": Call((190, 7)),
-    "setxattrat": Call((463, 463)),
-    "removexattr": Call((197, 14)),
-    "lremovexattr": Call((198, 15)),
-    "fremovexattr": Call((199, 16)),
-    "removexattrat": Call((466, 466)),
 }
 
 # Calls that start a process. `CALLS` makes clone3 absent.

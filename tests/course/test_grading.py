@@ -120,6 +120,15 @@ def test_what_is_no_submission_is_unreadable(text, message, tmp_path):
     assert found.verdict == "unreadable" and message in found.message
 
 
+def test_a_submission_that_takes_away_the_others_changes_no_verdict(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        notebook(tmp_path / f"{name}.ipynb", 'construct("lost-expert", topk_experts=[[3, 2], [0, 1], [0, 2]])')
+    run = grading._run
+    monkeypatch.setattr(grading, "_run", lambda *given: (tmp_path / "b.ipynb").unlink(missing_ok=True) or run(*given))
+    found = {one.submission: one.verdict for one in grading.grade(tmp_path) if one.exercise == "lost-expert"}
+    assert found == {"a.ipynb": "right", "b.ipynb": "right"}
+
+
 def test_a_link_is_no_submission_and_is_not_read(tmp_path):
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "one.ipynb").symlink_to(tmp_path / "secret")

@@ -79,8 +79,10 @@ def grade(folder: Path, limits: guard.Limits = LIMITS, jobs: int = 1) -> Iterato
         As `submissions`.
     """
     paths = submissions(folder)
+    names = [str(path.relative_to(folder)) for path in paths]
+    found = [_read(path) for path in paths]  # before one runs, since it can change the modes of the others
     with ThreadPoolExecutor(jobs) as pool:
-        for grades in pool.map(lambda path: [*_grades(path, str(path.relative_to(folder)), limits)], paths):
+        for grades in pool.map(lambda name, submission: [*_grades(name, submission, limits)], names, found):
             yield from map(_harmless, grades)
 
 
@@ -93,14 +95,18 @@ def _harmless(grade: Grade) -> Grade:
     return Grade(in_subprocess.harmless(name, keep=""), *map(in_subprocess.harmless, others))
 
 
-def _grades(path: Path, name: str, limits: guard.Limits) -> Iterator[Grade]:
+def _read(path: Path) -> Submission | str:
+    """Return the submission, or why there is none."""
     try:
         submission = read(path)
     except (ValueError, OSError) as error:
-        yield Grade(name, "", "", "unreadable", "", str(error))
-        return
-    if not submission.exercises:
-        yield Grade(name, "", "", "unreadable", "", "no cell answers an exercise")
+        return str(error)
+    return submission if submission.exercises else "no cell answers an exercise"
+
+
+def _grades(name: str, submission: Submission | str, limits: guard.Limits) -> Iterator[Grade]:
+    if isinstance(submission, str):
+        yield Grade(name, "", "", "unreadable", "", submission)
         return
     answers = _answers(submission, limits)
     for exercise in submission.exercises:
