@@ -83,6 +83,7 @@ def test_a_hook_refuses_what_is_wrong(hook, tmp_path):
 
 @pytest.mark.parametrize("kind", [CPP, r"\.py$"])
 def test_no_line_of_code_has_more_than_120_columns(kind):
-    """Comments too, which clang-format leaves as they are, and ruff if they are for a tool."""
+    """Comments too, which clang-format leaves as they are; but for the names of errors that mypy ignores."""
     lines = {f"{file}:{n}": line for file in matching(kind) for n, line in enumerate((ROOT / file).open(), 1)}
-    assert [place for place, line in lines.items() if len(line.rstrip("\n")) > 120] == []
+    code = {place: re.sub(r"  # type: ignore\[[\w, -]+\]$", "", line.rstrip("\n")) for place, line in lines.items()}
+    assert [place for place, line in code.items() if len(line) > 120] == []

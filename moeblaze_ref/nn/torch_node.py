@@ -83,7 +83,7 @@ def run(
         The name of the executor that ran the kernels.
     """
     bridge = _bridge_of(x)
-    outputs = _Node.apply(system, layer, bridge, type(weights), topk_experts, x, *weights)  # type: ignore  # untyped
+    outputs = _Node.apply(system, layer, bridge, type(weights), topk_experts, x, *weights)  # type: ignore[no-untyped-call]
     return outputs, bridge.executor.name
 
 

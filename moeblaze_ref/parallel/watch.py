@@ -100,7 +100,7 @@ class Watch(AbstractContextManager):
         self.timeout = checks.check_positive("timeout", timeout)
         check_initialised()
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore(f"moeblaze watch {next(_watches)}", _get_default_store().clone())  # type: ignore
+        self._store = dist.PrefixStore(f"moeblaze watch {next(_watches)}", _get_default_store().clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=LOST_AFTER * self.timeout))
         self._pause = self.timeout / SIGNS
         self._state = WORKING
